@@ -1,0 +1,1 @@
+"""Differentiate through remote calls: one backward pass over the graphs of many workers."""

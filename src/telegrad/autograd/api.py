@@ -1,0 +1,137 @@
+"""What users call: `context`, `backward`, `get_gradients`, `describe`.
+
+    with telegrad.autograd.context() as context_id:
+        loss = rpc_sync("worker1", f, args=(x,)).sum()
+        backward(context_id, [loss])
+        gradients = get_gradients(context_id)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from telegrad.autograd.context import Context, current_context, refuse_nested, working_in
+from telegrad.autograd.crossing import AutogradCrossing
+from telegrad.autograd.describe import describe_context
+from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.messages import Mode, Options
+from telegrad.autograd.service import Autograd
+from telegrad.rpc.node import Node, current_node, register_layer
+
+register_layer("autograd", Autograd, AutogradCrossing())
+
+
+def autograd_of(node: Node | None = None) -> Autograd:
+    """The autograd layer of a node; by default of the node that the calling thread works for."""
+    service: Autograd = (node or current_node()).services["autograd"]
+    return service
+
+
+@contextmanager
+def context() -> Iterator[int]:
+    """Calls made in this block are recorded for `backward`; yields the id of the context.
+
+    When the block ends the context is released on every worker that took part. A thread works in
+    one context at a time; remote functions work in the context of their caller.
+    """
+    refuse_nested()
+    service = autograd_of()
+    made = service.new_context()
+    try:
+        with working_in(made):
+            yield made.id
+    finally:
+        service.release(made.id)
+
+
+def backward(
+    context_id: int,
+    roots: Sequence[Tensor],
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    mode: str = "smart",
+) -> None:
+    """Compute the gradients of `roots` on every worker that had a part in making them.
+
+    Gradients go to the context, not to `.grad`: read them with `get_gradients` on each worker.
+    Several passes over one context add up. `mode="fast"` asks that everything that crossed
+    between workers is used; where it is not, `UnusedResult` names it.
+    """
+    options = Options(bool(retain_graph), bool(create_graph), _mode(mode))
+    _check_arguments(context_id, roots)
+    service = autograd_of()
+    found = service.container.get(context_id)
+    _check_roots(roots)
+    service.backward(found, roots, options)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients that the passes of a context found for the leaves on this worker."""
+    return autograd_of().container.get(context_id).gradients()
+
+
+def describe(context_id: int) -> str:
+    """What crossed between this worker and others in a context, as text."""
+    service = autograd_of()
+    node = service.node
+    return describe_context(
+        service.container.get(context_id), node.members.name, node.info.name
+    )
+
+
+def retrieve_context(context_id: int) -> Context:
+    """This worker's part of a context, for inspection."""
+    return autograd_of().container.get(context_id)
+
+
+def require_context() -> Context:
+    """The context in which the calling thread works; an error if there is none."""
+    found = current_context()
+    if found is None:
+        raise AutogradError(
+            "This thread does not work in an autograd context. Enter one with "
+            "`with telegrad.autograd.context() as context_id:`."
+        )
+    return found
+
+
+def _mode(mode: str) -> Mode:
+    try:
+        return Mode(mode)
+    except ValueError:
+        raise ValueError(f"mode must be 'smart' or 'fast', not {mode!r}.") from None
+
+
+def _check_arguments(context_id: object, roots: object) -> None:
+    if not isinstance(context_id, int) or not isinstance(roots, list | tuple):
+        raise TypeError(
+            "backward(): incompatible function arguments. It takes a context id (int) and a list "
+            f"of tensors, not {type(context_id).__name__} and {type(roots).__name__}."
+        )
+    for root in roots:
+        if not isinstance(root, Tensor):
+            raise TypeError(
+                "backward(): incompatible function arguments. Each root must be a tensor, not "
+                f"{type(root).__name__}."
+            )
+
+
+def _check_roots(roots: Sequence[Tensor]) -> None:
+    if not roots:
+        raise AutogradError("No tensors provided for gradient computation.")
+    for place, root in enumerate(roots):
+        if not root.requires_grad:
+            raise AutogradError(f"requires_grad not set on root {place}.")
+        if root.numel() != 1:
+            raise AutogradError(
+                f"Root {place} is not a scalar, all roots need to be scalar; its shape is "
+                f"{tuple(root.shape)}. Reduce it first, for instance with .sum()."
+            )
+        if root.grad_fn is None:
+            raise AutogradError(
+                f"Root {place} does not have a valid gradient function: it is a leaf, not the "
+                "result of a computation."
+            )

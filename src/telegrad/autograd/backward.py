@@ -1,0 +1,202 @@
+"""The distributed pass as one worker sees it: a core, without engine, thread, socket or clock.
+
+**Taking part.** The first message that *engages* a worker makes its sender the worker's parent.
+Engaging are `Begin`, and the first `Gradient` from one worker to another. Each is acknowledged once:
+at once if the worker is already engaged, else when its part has ended, that is when
+
+    its local graph is complete (all its sends are resolved, all nodes have run), and
+    all that it engaged itself has been acknowledged.
+
+The initiator has no parent; the pass is over when its own part has ended (Dijkstra-Scholten).
+Further gradients need no acknowledgement: the worker that gets them cannot complete without them.
+Nor does what goes to one's own parent: it cannot end before this worker has.
+
+**Absence.** A tensor that crossed but whose gradient never comes would keep its sender waiting. So
+its receiver says `Absent` for it, as soon as nothing can reach it. That needs workers that no
+gradient reaches to take part: when a worker's engine has nothing more to run, it sends `Begin` to
+those partners that it has told nothing yet. Where every tensor is used there are none left to tell,
+and a SMART pass sends exactly the messages of a FAST one.
+
+**FAST** is the same with this half muted. If the assumption behind it is broken, some worker waits
+for ever, hence the initiator does. After a time without news the initiator *probes*: it sends
+`Begin` as if the pass were SMART, others pass it on, and absences flow. An absence that meets a
+waiting send is the culprit, by name.
+
+**Failing.** The first error anywhere floods; a part that has failed ignores all else. Nothing is
+acknowledged any more, nobody waits for it.
+
+What must never happen: an acknowledgement before the part has ended; a message that engages
+and is not counted; an `Absent` that engages anyone (its receiver may not belong to the pass).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from telegrad.autograd.context import SendRecord
+from telegrad.autograd.errors import BadGradient
+from telegrad.autograd.messages import (
+    Absent,
+    Ack,
+    Begin,
+    Fail,
+    Failure,
+    Gradient,
+    History,
+    Message,
+    Mode,
+    Options,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Post:
+    """Send `message` to worker `to`."""
+
+    to: int
+    message: Message
+
+
+class Part:
+    """One worker's part in one pass. Methods take events and return what is to be sent."""
+
+    def __init__(self, worker: int, options: Options, history: History, *, initiator: bool) -> None:
+        self.options = options
+        self.failure: Failure | None = None
+        self.complete = False
+        self.probing = False
+        self._history = history
+        self._initiator = initiator
+        self._parent: int | None = None
+        self._unacknowledged = 0
+        self._told = {worker}
+        self._worker = worker
+        self._absent: dict[int, list[int]] = {}
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is left to do or to wait for; at the initiator: the pass is over."""
+        return self.complete and not self._unacknowledged
+
+    @property
+    def muted(self) -> bool:
+        return self.options.mode is Mode.FAST and not self.probing
+
+    def engage(self, sender: int) -> list[Post]:
+        """A message that engages came from `sender`."""
+        if self.failure is not None:
+            return []
+        if self._initiator or self._parent is not None:
+            return [Post(sender, Ack())]
+        self._parent = sender
+        self._told.add(sender)
+        return []
+
+    def begin(self, sender: int, partners: Iterable[int]) -> list[Post]:
+        """A `Begin` came. In a FAST pass it is a probe, and is passed on."""
+        posts = self.engage(sender)
+        if self.options.mode is Mode.FAST:
+            posts += self.probe(partners, besides=sender)
+        return posts
+
+    def probe(self, partners: Iterable[int], besides: int | None = None) -> list[Post]:
+        """Find out whether a FAST pass waits for what will never come."""
+        if self.probing or self.failure is not None:
+            return []
+        self.probing = True
+        return self._tell(set(partners) - {besides, self._worker}) + self._absences()
+
+    def gradient(self, peer: int, message: int, gradients: Sequence[Tensor | None]) -> list[Post]:
+        """The gradients of a message that came from `peer` are complete."""
+        if self.failure is not None:
+            return []
+        engages = peer not in self._told
+        if engages:
+            self._told.add(peer)
+            self._unacknowledged += 1
+        return [Post(peer, Gradient(self.options, self._history, engages, message, gradients))]
+
+    def absent(self, peer: int, message: int) -> None:
+        """No gradient will come for a message from `peer`; said when the engine rests."""
+        self._absent.setdefault(peer, []).append(message)
+
+    def rest(self, partners: Iterable[int]) -> list[Post]:
+        """The engine has nothing to run: time to tell those that no gradient told."""
+        if self.muted or self.failure is not None:
+            return []
+        return self._tell(set(partners) - self._told) + self._absences()
+
+    def acknowledged(self) -> None:
+        """An `Ack` came."""
+        self._unacknowledged -= 1
+
+    def report(self) -> list[Post]:
+        """Acknowledge the parent if this part has ended."""
+        if self._parent is None or not self.ended or self.failure is not None:
+            return []
+        parent, self._parent = self._parent, None
+        return [Post(parent, Ack())]
+
+    def fail(self, failure: Failure, partners: Iterable[int], sender: int | None) -> list[Post]:
+        """The pass fails here, or failed elsewhere: tell everyone who may take part."""
+        if self.failure is not None:
+            return []
+        self.failure = failure
+        return [Post(peer, Fail(failure)) for peer in sorted(self._audience(partners) - {sender})]
+
+    def depends_on(self, worker: int, partners: Iterable[int]) -> bool:
+        """Does what is left to do here need that worker?"""
+        if self.failure is not None or (self.ended and self._parent is None):
+            return False
+        return worker in self._audience(partners)
+
+    def _audience(self, partners: Iterable[int]) -> set[int]:
+        return (self._told | set(partners)) - {self._worker}
+
+    def _tell(self, peers: Iterable[int]) -> list[Post]:
+        begin = Begin(self.options, self._history)
+        posts = [Post(peer, begin) for peer in sorted(peers)]
+        self._told.update(post.to for post in posts)
+        self._unacknowledged += len(posts)
+        return posts
+
+    def _absences(self) -> list[Post]:
+        absent, self._absent = self._absent, {}
+        return [Post(peer, Absent(tuple(messages))) for peer, messages in absent.items()]
+
+
+_LAYOUTS = (torch.strided, torch.sparse_coo)
+
+
+def check_gradients(record: SendRecord, sender: int, gradients: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that do not belong to the tensors that were sent."""
+    name = f"The gradients of message {record.message}, sent to worker {record.peer},"
+    if sender != record.peer:
+        raise BadGradient(f"{name} came from worker {sender}, which never had it.")
+    if len(gradients) != len(record.shapes):
+        raise BadGradient(
+            f"{name} are {len(gradients)}, but {len(record.shapes)} tensors need one."
+        )
+    for place, (gradient, (shape, dtype)) in enumerate(
+        zip(gradients, record.shapes, strict=True)
+    ):
+        if gradient is None:
+            continue
+        if gradient.shape != shape:
+            raise BadGradient(
+                f"{name} do not fit: tensor {place} has shape {tuple(shape)}, its gradient "
+                f"{tuple(gradient.shape)}."
+            )
+        if gradient.dtype != dtype:
+            raise BadGradient(
+                f"{name} do not fit: tensor {place} is {dtype}, its gradient {gradient.dtype}."
+            )
+        if gradient.layout not in _LAYOUTS:
+            raise BadGradient(
+                f"{name} do not fit: the gradient of tensor {place} has the layout "
+                f"{gradient.layout}; only strided and sparse COO gradients travel."
+            )

@@ -1,0 +1,202 @@
+"""What one worker knows of one context: what crossed, with whom, and the gradients.
+
+A context is made by `with telegrad.autograd.context()` on one worker, its *origin*, and appears
+on every other worker when a message first carries its id. Each worker has its own part: the sends
+and recvs that took place there, the workers they were exchanged with, and the gradients of the
+leaves that live there. No worker knows the whole.
+
+One lock per context orders two things that must not interleave: a message that is recorded, and a
+pass that takes its snapshot of what is recorded. A recv is either in the snapshot (and the pass
+resolves it) or sees that the pass has begun (and is answered by *none*), never both nor neither.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import Node
+
+from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.passes import Passes
+
+if TYPE_CHECKING:
+    from telegrad.autograd.leaves import Gradients
+    from telegrad.autograd.participant import Participant
+
+WORKER_SHIFT = 48
+COUNTER_MASK = (1 << WORKER_SHIFT) - 1
+
+
+def worker_of(number: int) -> int:
+    """The worker that made a context id, message id or pass id."""
+    return number >> WORKER_SHIFT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendRecord:
+    """Tensors that left in one message. The token keeps their graph alive."""
+
+    message: int
+    peer: int
+    token: torch.Tensor
+    shapes: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    @property
+    def node(self) -> Node:
+        node = self.token.grad_fn
+        assert node is not None
+        return node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecvRecord:
+    """Tensors that arrived in one message: one node for each that needs a gradient."""
+
+    message: int
+    peer: int
+    nodes: tuple[Node, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.nodes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scope:
+    """A context together with the grad mode of the code that speaks for it.
+
+    A call made under `no_grad` still belongs to its context, but records nothing, and its
+    function runs without grad on the other side, as it would in one process.
+    """
+
+    context: Context
+    recording: bool
+
+
+class Context:
+    """One worker's part of one context."""
+
+    def __init__(self, context_id: int) -> None:
+        self.id = context_id
+        self.lock = threading.Lock()
+        self.released = False
+        self.sends: dict[int, SendRecord] = {}
+        self.recvs: dict[int, RecvRecord] = {}
+        self.known_workers: set[int] = set()
+        self.passes = Passes()
+        self.participants: dict[int, Participant] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._uncommitted: dict[int, Gradients] = {}
+        self.recording = Scope(self, True)
+        self.silent = Scope(self, False)
+
+    @property
+    def origin(self) -> int:
+        return worker_of(self.id)
+
+    def know(self, worker: int) -> None:
+        """Note that messages of this context pass between `worker` and here."""
+        self.known_workers.add(worker)
+
+    def partners(self) -> set[int]:
+        """The workers with which tensors that need gradient were exchanged."""
+        with self.lock:
+            partners = {record.peer for record in self.sends.values()}
+            partners.update(record.peer for record in self.recvs.values())
+        return partners
+
+    def add_send(self, record: SendRecord) -> tuple[int, ...]:
+        """Record a send; tells which passes had begun here, and so do not wait for it."""
+        with self.lock:
+            self.sends[record.message] = record
+            self.known_workers.add(record.peer)
+            return self.passes.known()
+
+    def add_recv(self, record: RecvRecord, begun_at_sender: Iterable[int]) -> list[int]:
+        """Record a recv; tells which passes wait for it at its sender and missed it here."""
+        with self.lock:
+            self.recvs[record.message] = record
+            self.known_workers.add(record.peer)
+            begun = self.passes.begun()
+            return [p for p in begun if p not in set(begun_at_sender)] if begun else []
+
+    def snapshot(self, pass_id: int) -> tuple[list[SendRecord], list[RecvRecord]]:
+        """Begin a pass here: all that is recorded until now takes part in it."""
+        with self.lock:
+            self.passes.begin(pass_id)
+            return list(self.sends.values()), list(self.recvs.values())
+
+    def keep(self, pass_id: int, gradients: Gradients) -> None:
+        """Hold what a pass found here; it counts unless the pass fails elsewhere."""
+        with self.lock:
+            self._uncommitted[pass_id] = gradients
+
+    def discard(self, pass_id: int) -> None:
+        """A pass failed: what it found here does not count."""
+        with self.lock:
+            self._uncommitted.pop(pass_id, None)
+
+    def commit(self, is_over: Callable[[int], bool]) -> None:
+        """Add up what passes found that can no longer fail."""
+        with self.lock:
+            for pass_id in [p for p in self._uncommitted if is_over(p)]:
+                self._uncommitted.pop(pass_id).add_to(self._gradients)
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients of the leaves on this worker, over all passes of this context."""
+        with self.lock:
+            total = dict(self._gradients)
+            for found in self._uncommitted.values():
+                found.add_to(total)
+            return total
+
+    def let_go(self) -> None:
+        """Drop all that the context holds, at once and not when the last reference dies."""
+        with self.lock:
+            self.released = True
+            self.sends.clear()
+            self.recvs.clear()
+            self._gradients.clear()
+            self._uncommitted.clear()
+
+
+_current: ContextVar[Context | None] = ContextVar("telegrad autograd context", default=None)
+# Context variables follow coroutines from thread to thread and start empty in every new thread.
+
+
+def current_context() -> Context | None:
+    """The context in which the calling thread or coroutine works."""
+    return _current.get()
+
+
+def current_scope() -> Scope | None:
+    context = _current.get()
+    if context is None:
+        return None
+    return context.recording if torch.is_grad_enabled() else context.silent
+
+
+@contextmanager
+def working_in(context: Context) -> Iterator[None]:
+    """Make `context` current; used while a remote function or a pass runs for it."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def refuse_nested() -> None:
+    """A thread works in one context at a time."""
+    outer = _current.get()
+    if outer is not None:
+        raise AutogradError(
+            f"Already have an autograd context id for this thread: {outer.id}. Contexts do not "
+            "nest: leave the outer `with telegrad.autograd.context()` block first."
+        )

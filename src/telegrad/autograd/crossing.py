@@ -1,0 +1,261 @@
+"""Where the graph is cut when tensors leave, and joined when they arrive.
+
+A message of a context that carries tensors which need gradient becomes one *send* on the worker it
+leaves and one *recv* on the worker it reaches, with the same message id.
+
+* A send is one autograd node over all those tensors. Its output, the token, is used by nothing: a
+  backward pass starts from it with the gradients that come back.
+* A recv is one autograd node **per tensor**, not one per message. A node with several outputs runs
+  when any of them has a gradient, and then torch calls the hooks of the others with None; in one
+  process the hooks of an unused tensor are not called at all. The nodes of one message compare
+  equal, so "did these tensors come together?" can still be asked of the graph.
+* An arriving tensor travels to its node inside a list. As an argument it would come out as a view
+  of itself, and the user could not change it in place.
+* A recv runs before all else that is ready: its gradient leaves while local work goes on.
+
+Beside the tensors travels a short *note*: context id, message id, which tensors need gradient,
+and which passes had begun at the sender. Those passes do not wait for this message; any other pass
+that has begun at the receiver does, and is answered by *none* at once.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from telegrad.autograd import torch_private
+from telegrad.autograd.container import Container
+from telegrad.autograd.context import (
+    Context,
+    RecvRecord,
+    Scope,
+    SendRecord,
+    current_scope,
+    working_in,
+)
+from telegrad.autograd.errors import AutogradError
+
+
+class Running(Protocol):
+    """What runs the engine on a thread, as its nodes see it."""
+
+    def take(self, message: int) -> Sequence[Tensor | None]: ...
+
+    def fire(self, message: int, index: int, gradient: Tensor | None) -> None: ...
+
+    def pass_gate(self) -> None: ...
+
+
+class _Thread(threading.local):
+    running: Running | None = None
+
+
+engine_thread = _Thread()
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+"""The input of every recv: makes its output need gradient, and makes the engine run its node."""
+
+
+def anchor() -> Tensor:
+    return _ANCHOR
+
+
+def _running(what: str) -> Running:
+    running = engine_thread.running
+    if running is None:
+        raise AutogradError(
+            f"A local backward reached {what}: the graph goes on there. "
+            "Use telegrad.autograd.backward(context_id, [loss]) instead of loss.backward()."
+        )
+    return running
+
+
+class Send(torch.autograd.Function):
+    """Tensors that leave. The node is a source of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, message: int, peer: int, *tensors: Tensor) -> Tensor:
+        ctx.message = message
+        ctx.peer = peer
+        ctx.set_materialize_grads(False)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (None, None, *_running(f"tensors sent to worker {ctx.peer}").take(ctx.message))
+
+
+class Recv(torch.autograd.Function):
+    """One tensor that arrived. Its gradient leaves from inside the engine."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, message: int, index: int, peer: int, box: Any) -> Any:
+        ctx.message = message
+        ctx.index = index
+        ctx.peer = peer
+        ctx.set_materialize_grads(False)
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor | None) -> Any:
+        running = _running(f"a tensor that came from worker {ctx.peer}")
+        running.fire(ctx.message, ctx.index, gradient[0])
+        return (None,) * 5
+
+
+SendNode: type[Any] = Send._backward_cls  # type: ignore[attr-defined]
+RecvNode: type[Any] = Recv._backward_cls  # type: ignore[attr-defined]
+
+
+def _same_message(node: Any, other: object) -> bool:
+    return isinstance(other, RecvNode) and bool(node.message == other.message)
+
+
+# The hash stays that of the object: two nodes are different keys although they compare equal.
+RecvNode.__eq__ = _same_message
+RecvNode.__hash__ = object.__hash__
+
+
+def make_recv(message: int, index: int, peer: int, tensor: Tensor) -> Tensor:
+    """The tensor as the user sees it: with a node that sends its gradient back."""
+    tensor.requires_grad_(False)
+    received: Tensor = Recv.apply(  # type: ignore[no-untyped-call]
+        _ANCHOR, message, index, peer, [tensor]
+    )
+    assert received.grad_fn is not None
+    torch_private.set_sequence_number(received.grad_fn, torch_private.FIRST)
+    return received
+
+
+class Note:
+    """The bytes that travel beside the tensors of a message."""
+
+    _HEAD = struct.Struct("<QQHH")
+
+    __slots__ = ("begun", "context", "indices", "message", "recording")
+
+    def __init__(
+        self,
+        context: int,
+        message: int = 0,
+        indices: Sequence[int] = (),
+        begun: Sequence[int] = (),
+        recording: bool = True,
+    ) -> None:
+        self.context = context
+        self.message = message
+        self.indices = indices
+        self.begun = begun
+        self.recording = recording
+
+    def pack(self) -> bytes:
+        head = self._HEAD.pack(self.context, self.message, len(self.begun), self.recording)
+        if not self.message:
+            return head
+        begun, indices = self.begun, self.indices
+        return head + struct.pack(f"<{len(begun)}Q{len(indices)}I", *begun, *indices)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Note:
+        try:
+            context, message, begun_count, recording = cls._HEAD.unpack_from(data)
+            rest = len(data) - cls._HEAD.size - 8 * begun_count
+            numbers = struct.unpack_from(f"<{begun_count}Q{rest // 4}I", data, cls._HEAD.size)
+        except struct.error as error:
+            raise AutogradError(
+                f"An autograd note of {len(data)} bytes cannot be read: {error}."
+            ) from error
+        return cls(
+            context, message, numbers[begun_count:], numbers[:begun_count], bool(recording)
+        )
+
+
+class Records(Protocol):
+    """The part of the autograd service that a message needs."""
+
+    container: Container
+
+    def next_message(self) -> int: ...
+
+    def missed(self, context: Context, passes: list[int], record: RecvRecord) -> None: ...
+
+
+def service_of(node: Any) -> Records:
+    records: Records = node.services["autograd"]
+    return records
+
+
+class AutogradCrossing:
+    """The hook by which the rpc layer lets autograd see its messages."""
+
+    def current(self) -> Scope | None:
+        return current_scope()
+
+    def leaving(self, node: Any, to: int, tensors: Sequence[Tensor], scope: Scope) -> bytes:
+        """Record a send if the message needs one; the note that travels with it."""
+        context = scope.context
+        if context.released:
+            return b""
+        context.known_workers.add(to)
+        if not scope.recording:
+            return Note(context.id, recording=False).pack()
+        indices = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        if not indices:
+            return Note(context.id).pack()
+        message = service_of(node).next_message()
+        with torch.enable_grad():
+            token = Send.apply(  # type: ignore[no-untyped-call]
+                message, to, *[tensors[i] for i in indices]
+            )
+        shapes = tuple((tensors[i].shape, tensors[i].dtype) for i in indices)
+        begun = context.add_send(SendRecord(message, to, token, shapes))
+        return Note(context.id, message, indices, begun).pack()
+
+    def arriving(
+        self, node: Any, sender: int, note: bytes, tensors: list[Tensor]
+    ) -> tuple[list[Tensor], Scope | None]:
+        """Record a recv if the note names one; the tensors as the user sees them."""
+        if not note:
+            return tensors, None
+        read = Note.unpack(note)
+        service = service_of(node)
+        context = service.container.join(read.context, sender)
+        if context is None:
+            return tensors, None
+        if read.message:
+            tensors = self._receive(service, context, sender, read, tensors)
+        return tensors, context.recording if read.recording else context.silent
+
+    def _receive(
+        self, service: Records, context: Context, sender: int, note: Note, tensors: list[Tensor]
+    ) -> list[Tensor]:
+        if max(note.indices) >= len(tensors):
+            raise AutogradError(
+                f"Message {note.message} from worker {sender} says that its tensor "
+                f"{max(note.indices)} needs gradient, but carries {len(tensors)} tensors."
+            )
+        tensors = list(tensors)
+        nodes: list[Node] = []
+        with torch.enable_grad():
+            for place, index in enumerate(note.indices):
+                tensor = tensors[index] = make_recv(note.message, place, sender, tensors[index])
+                assert tensor.grad_fn is not None
+                nodes.append(tensor.grad_fn)
+        record = RecvRecord(note.message, sender, tuple(nodes))
+        missed = context.add_recv(record, note.begun)
+        if missed:
+            service.missed(context, missed, record)
+        return tensors
+
+    @contextmanager
+    def enter(self, node: Any, scope: Scope) -> Iterator[None]:
+        """While a handler runs for `scope`: its context is current, with the caller's grad mode."""
+        with working_in(scope.context), torch.set_grad_enabled(scope.recording):
+            yield

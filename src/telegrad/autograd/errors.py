@@ -1,0 +1,31 @@
+"""What distributed autograd has to say when something is wrong."""
+
+from __future__ import annotations
+
+from telegrad.rpc.errors import TelegradError
+
+
+class AutogradError(TelegradError):
+    """Something that distributed autograd itself has to report."""
+
+
+class UnknownContext(AutogradError):
+    """A context id that this worker does not hold: never made, or released."""
+
+    def __init__(self, context_id: int) -> None:
+        super().__init__(
+            f"Could not find autograd context with id: {context_id}. A context lives from "
+            "`with telegrad.autograd.context()` to the end of that block."
+        )
+
+
+class UnusedResult(AutogradError):
+    """FAST mode was asked for, and a tensor that crossed to another worker was never used."""
+
+
+class BadGradient(AutogradError):
+    """A gradient came that does not fit what was sent."""
+
+
+class PassFailed(AutogradError):
+    """A backward pass ended with an error on some worker."""

@@ -1,0 +1,129 @@
+"""The gradients of leaves: added up beside `.grad`, and seen by every hook that expects them.
+
+A pass captures the gradient of a leaf instead of accumulating it, so `.grad` is not touched. What
+captures do not run is all that hangs on the *accumulator* of a leaf: its node hooks, the
+post-accumulate-grad hooks, and hooks made in C++, which Python cannot see. The last matter for
+one user only, DDP's reducer, and it needs a process group. So a leaf *accumulates for real* if it
+has hooks that we can see, or if a process group exists.
+
+For those leaves one engine call at the end of the pass accumulates the sum as plain training
+would, with `.grad` set aside, and the result is moved from `.grad` into the context. A lock keeps
+passes apart. Code outside telegrad that touches `.grad` of such a leaf at that moment is not kept
+out; that is why other leaves do not go this way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from telegrad.autograd import torch_private
+
+_grad_slots = threading.RLock()
+
+
+def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be absent or sparse."""
+    if a is None:
+        return b
+    if b is None:
+        return a
+    if a.layout is not torch.strided and b.layout is torch.strided:
+        a, b = b, a
+    return a + b
+
+
+def own(gradient: Tensor, taken: set[int]) -> Tensor:
+    """The gradient itself if nobody else holds it, else a copy: the optimizer may change it.
+
+    As in torch's own accumulation, a gradient that fills its memory densely is kept as it is.
+    `taken` has the gradients that already belong to another leaf: `a + b` gives both the same.
+    """
+    if id(gradient) in taken or torch_private.owners(gradient) > 1 or not _dense(gradient):
+        return gradient.clone()
+    taken.add(id(gradient))
+    return gradient
+
+
+def _dense(gradient: Tensor) -> bool:
+    if gradient.layout is not torch.strided or gradient.is_contiguous():
+        return True
+    fills_storage = gradient.untyped_storage().nbytes() == gradient.nbytes
+    return fills_storage and 0 not in gradient.stride()
+
+
+class Gradients:
+    """What one pass found on one worker: the gradient of each leaf."""
+
+    __slots__ = ("_nodes", "_sums")
+
+    def __init__(self) -> None:
+        self._sums: dict[Tensor, Tensor] = {}
+        self._nodes: dict[Tensor, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def add(self, node: Any, gradient: Tensor) -> None:
+        """Add to the gradient of the leaf whose accumulator is `node`."""
+        leaf = node.variable
+        known = self._sums.get(leaf)
+        self._sums[leaf] = gradient if known is None else known + gradient
+        self._nodes[leaf] = node
+
+    def add_to(self, total: dict[Tensor, Tensor]) -> None:
+        for leaf, gradient in self._sums.items():
+            total[leaf] = add(total.get(leaf), gradient)  # type: ignore[assignment]
+
+    def settle(self, for_real: Callable[[Any], bool], create_graph: bool) -> None:
+        """The pass has found all there is: make the sums its own, run what hangs on leaves."""
+        nodes = {leaf: node for leaf, node in self._nodes.items() if for_real(node)}
+        self._nodes = {}
+        if not create_graph:
+            taken: set[int] = set()
+            for leaf, gradient in self._sums.items():
+                self._sums[leaf] = own(gradient, taken)
+        if nodes:
+            self._sums.update(_accumulate(nodes, self._sums, create_graph))
+
+
+def accumulates_for_real() -> Callable[[Any], bool]:
+    """Asked of an accumulator: does anything hang on it that must see a real accumulation?"""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return lambda _: True
+    return _has_visible_hooks
+
+
+def _has_visible_hooks(node: Any) -> bool:
+    if torch_private.post_accumulate_hooks(node.variable):
+        return True
+    return torch_private.accumulator_hooks(node)
+
+
+def _accumulate(
+    nodes: dict[Tensor, Any], sums: dict[Tensor, Tensor], create_graph: bool
+) -> dict[Tensor, Tensor]:
+    leaves = list(nodes)
+    gradients = [sums.pop(leaf) for leaf in leaves]
+    with _grad_slots:
+        aside = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            with torch_private.eager_engine():
+                torch.autograd.backward(
+                    [GradientEdge(node, 0) for node in nodes.values()],
+                    gradients,
+                    create_graph=create_graph,
+                )
+            found = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
+            # A reducer may keep its buckets in .grad and reuse them: what stays must be a copy.
+            return {leaf: g if create_graph else g.clone() for leaf, g in found.items()}
+        finally:
+            for leaf, gradient in zip(leaves, aside, strict=True):
+                leaf.grad = gradient

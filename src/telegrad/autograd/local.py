@@ -1,0 +1,422 @@
+"""Runs one worker's graph in torch's own engine: wait or suspend.
+
+The promise: every node runs exactly once, with its whole gradient, although the gradients of
+different sends arrive at different times, from workers that may themselves wait for this one.
+
+How. A group whose sources are all resolved is one plain engine call. Otherwise the call is made
+with what is there *and with the Send nodes of pending sources as further roots*. So everything
+below a pending send belongs to the call but cannot become ready, and the pending Send nodes, which
+have the lowest sequence numbers, are reached only when nothing else can run. There the engine
+thread waits for the next message:
+
+* the gradient of that very send: it is returned, and the same call goes on;
+* anything else (another source, absence, failure): the call is *suspended* by an exception.
+  What flowed over cuts into nodes that have not run was kept by hooks on the nodes above; those
+  edges are roots of the next call.
+
+Why there is no deadlock. Take the latest-made send that is not resolved. All that its gradient
+depends on was made later, so it is resolved and has run before any engine waits.
+
+What must never happen:
+* a None among root gradients (torch takes it for ones);
+* a partly absent message flowing out of a Send node (nodes below would see undefined gradients):
+  it is always entered as plain edges by a new call;
+* a leaf evaluated in a call that is then suspended (its capture would be lost): the Gate;
+* a leaf hook called twice or with None: hooked leaves get a call of their own at the end.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from telegrad.autograd import torch_private
+from telegrad.autograd.crossing import anchor, engine_thread
+from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.leaves import Gradients, accumulates_for_real, add
+from telegrad.autograd.plan import (
+    Edge,
+    Group,
+    LeafNode,
+    Source,
+    Stages,
+    State,
+    form_groups,
+    make_stages,
+)
+
+# In anomaly mode torch reports every exception of a node; a suspension is not an error.
+warnings.filterwarnings("ignore", "Error detected in (Send|Gate)Backward")
+
+_ONE = torch.ones(())
+
+
+class Suspend(Exception):
+    """Leaves an engine call that cannot go on before something arrives."""
+
+
+class Outlet(Protocol):
+    """Where a run sends what it finds, and how it waits."""
+
+    def gradient(self, message: int, gradients: Sequence[Tensor | None]) -> None: ...
+
+    def absent(self, message: int) -> None: ...
+
+    def wait(self, source: Source) -> None:
+        """Nothing else can run here: return when `source` may be resolved, or else changed."""
+
+
+class Run:
+    """One pass over one worker's graph. Driven by one thread at a time."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        recv_counts: dict[int, int],
+        outlet: Outlet,
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        self.sources = {source.message: source for source in sources}
+        self.gradients = Gradients()
+        self._outlet = outlet
+        self._recv_counts = recv_counts
+        self._retain = retain_graph or create_graph
+        self._create = create_graph
+        self._for_real = accumulates_for_real()
+        self._groups, self._nodes = form_groups(sources)
+        self._current: Group | None = None
+        self._fired: dict[int, dict[int, Tensor | None]] = {}
+        self._answered: set[int] = set()
+        self._captured: list[tuple[list[tuple[int, Any, int]], list[Tensor | None]]] = []
+        self._left_tasks = False
+        self._closed = False
+        self._answer_unreached()
+
+    @property
+    def finished(self) -> bool:
+        return self._closed or all(group.done for group in self._groups)
+
+    def resolve(self, message: int, gradients: Sequence[Tensor | None] | None) -> None:
+        """Take note of what came for a source. Never runs the engine."""
+        source = self.sources[message]
+        if gradients is None:
+            source.state = State.ABSENT
+        else:
+            source.state = State.GRADIENT
+            source.gradients = gradients
+
+    def step(self) -> bool:
+        """Run all that can run now; True if anything did."""
+        self._settle_absent_sources()
+        moved = False
+        for group in self._groups:
+            while self._runnable(group):
+                self._run(group)
+                moved = True
+        return moved
+
+    def settle(self) -> None:
+        """All groups are done: let the hooks of leaves see the sums."""
+        self.gradients.settle(self._for_real, self._create)
+
+    def close(self) -> None:
+        """Break every cycle: activations must go when they are last used, not with the gc."""
+        self._closed = True
+        for group in self._groups:
+            self._drop_stages(group)
+            group.sources, group.leaves, group.recvs = [], {}, []
+        for source in self.sources.values():
+            source.group = source.node = None
+            source.edges, source.gradients = (), ()
+        self._groups, self._nodes, self._current = [], {}, None
+        self._fired, self._captured = {}, []
+        if self._left_tasks:
+            torch_private.drop_queued_tasks()
+            self._left_tasks = False
+
+    # Called by nodes, from inside the engine.
+
+    def take(self, message: int) -> Sequence[Tensor | None]:
+        """The gradients of a pending send, for which the engine has stopped here."""
+        source = self.sources[message]
+        group = self._current
+        assert group is not None and group.stages is not None
+        if source.state is State.PENDING:
+            self._answer_unreachable(group)
+            self._outlet.wait(source)
+        if source.state is not State.GRADIENT or any(g is None for g in source.gradients):
+            raise Suspend
+        group.stages.entered |= source.bit
+        return source.gradients
+
+    def fire(self, message: int, index: int, gradient: Tensor | None) -> None:
+        """The gradient of one arrived tensor is complete; a message answers for all of its own."""
+        fired = self._fired.setdefault(message, {})
+        assert index not in fired, "a recv ran twice"
+        fired[index] = gradient
+        if len(fired) < self._recv_counts[message]:
+            return
+        del self._fired[message]
+        self._answered.add(message)
+        gradients = [fired[i] for i in range(len(fired))]
+        if any(g is not None for g in gradients):
+            self._outlet.gradient(message, gradients)
+        else:
+            self._outlet.absent(message)
+
+    def pass_gate(self) -> None:
+        """Let the leaves go if this call is the last one of its group."""
+        group = self._current
+        assert group is not None and group.stages is not None
+        resolved = group.stages.entered | group.mask_of(State.ABSENT)
+        if group.stages.hooked_leaves or any(not s.bit & resolved for s in group.sources):
+            raise Suspend
+
+    # Absence.
+
+    def _fire_absent(self, recv: Any) -> None:
+        message, index = recv.message, recv.index
+        if message not in self._answered and index not in self._fired.get(message, ()):
+            self.fire(message, index, None)
+
+    def _answer_unreached(self) -> None:
+        reached = {(r.message, r.index) for group in self._groups for r in group.recvs}
+        for message, count in self._recv_counts.items():
+            for index in range(count):
+                if (message, index) not in reached:
+                    self.fire(message, index, None)
+
+    def _answer_unreachable(self, group: Group) -> None:
+        """Answer for the recvs that nothing will reach any more."""
+        stages = group.stages
+        if stages is None:
+            return
+        settled = stages.entered | group.mask_of(State.ABSENT)
+        for recv in group.recvs:
+            if not stages.masks[recv] & ~settled:
+                self._fire_absent(recv)
+
+    def _settle_absent_sources(self) -> None:
+        for group in self._groups:
+            if group.done:
+                continue
+            absent = group.mask_of(State.ABSENT)
+            if absent == (1 << len(group.sources)) - 1:
+                self._finish(group)
+            elif absent and group.recvs:
+                stages = group.stages or make_stages(group)
+                for recv in group.recvs:
+                    if not stages.masks[recv] & ~absent:
+                        self._fire_absent(recv)
+
+    # Running.
+
+    def _runnable(self, group: Group) -> bool:
+        if group.done:
+            return False
+        pending = group.mask_of(State.PENDING)
+        if not pending:
+            return True
+        if not group.mask_of(State.GRADIENT):
+            return False
+        stages = group.stages or make_stages(group)
+        idle = stages.ran | group.mask_of(State.ABSENT)
+        return any(not level & pending and level & ~idle for level in stages.levels)
+
+    def _run(self, group: Group) -> None:
+        self._current = group
+        held = self._held_leaves(group)
+        if held and group.stages is None:
+            make_stages(group)
+        if group.stages is None:
+            self._run_whole(group)
+        else:
+            self._run_staged(group, group.stages, held)
+
+    def _held_leaves(self, group: Group) -> set[Any]:
+        """Leaves whose hooks run when the sum is accumulated for real, and must not run before."""
+        return {
+            leaf
+            for leaf in group.leaves
+            if torch_private.tensor_hooks(leaf.variable) and self._for_real(leaf)
+        }
+
+    def _run_whole(self, group: Group) -> None:
+        """The common case: all is there, nothing was cut."""
+        roots = [edge for source in group.sources for edge in source.weighted_edges()]
+        leaves = list(group.leaves)
+        self._deliver(leaves, self._call(roots, leaves, group) if roots else [], {})
+        self._finish(group)
+
+    def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:
+        for source in group.sources:
+            if source.state is State.GRADIENT and not source.bit & stages.entered:
+                self._keep(stages, source.weighted_edges())
+                stages.entered |= source.bit
+        waiting = [source for source in group.sources if source.state is State.PENDING]
+        everything = (1 << len(group.sources)) - 1
+        if not waiting and (not held or stages.ran == everything):
+            self._run_last(group, stages, held)
+            return
+        before = stages.ran
+        roots = self._roots(stages, held)
+        leaves = list(group.leaves)
+        roots += self._blockers(group, stages, waiting)
+        self._hook_cuts(stages)
+        self._captured = []
+        try:
+            results = self._call(roots, leaves, group)
+        except Suspend:
+            self._left_tasks = True
+            self._carry_over(group, stages, waiting)
+            self._answer_unreachable(group)
+            assert stages.ran != before, "a suspended call made no progress"
+            return
+        self._deliver(leaves, results, self._leaf_sums(stages, held))
+        self._finish(group)
+
+    def _run_last(self, group: Group, stages: Stages, held: set[Any]) -> None:
+        """All sources are in: no call after this one."""
+        roots = self._roots(stages, held)
+        leaves = [leaf for leaf in group.leaves if leaf not in held]
+        results = self._call(roots, leaves, group) if roots else []
+        self._deliver(leaves, results, self._leaf_sums(stages, held))
+        self._finish(group)
+
+    def _roots(self, stages: Stages, held: set[Any]) -> list[tuple[Edge, Tensor]]:
+        return [(e, g) for e, g in stages.kept.items() if not self._summed_here(e[0], held)]
+
+    def _leaf_sums(self, stages: Stages, held: set[Any]) -> dict[Any, Tensor]:
+        return {e[0]: g for e, g in stages.kept.items() if self._summed_here(e[0], held)}
+
+    def _summed_here(self, node: Any, held: set[Any]) -> bool:
+        if type(node) is not LeafNode:
+            return False
+        return node in held or not torch_private.tensor_hooks(node.variable)
+
+    def _blockers(
+        self, group: Group, stages: Stages, waiting: list[Source]
+    ) -> list[tuple[Edge, Tensor]]:
+        """Pending sends, later made first: the order in which gradients come back."""
+        roots: list[tuple[Edge, Tensor]] = []
+        for place, source in enumerate(sorted(waiting, key=lambda s: s.message), start=1):
+            assert source.node is not None
+            torch_private.set_sequence_number(source.node, place)
+            roots.append(((source.node, 0), _ONE))
+        if stages.gate is not None:
+            roots.append(((stages.gate.grad_fn, 0), _ONE))
+        return roots
+
+    def _hook_cuts(self, stages: Stages) -> None:
+        if stages.handles:
+            return
+        for node, cut in stages.cuts.items():
+            places = [place for place, _, _ in cut]
+
+            def keep(inputs: Any, _: Any, cut: Any = cut, places: list[int] = places) -> None:
+                if engine_thread.running is self:
+                    self._captured.append((cut, [inputs[i] for i in places]))
+
+            stages.handles.append(node.register_hook(torch_private.OwnHook(keep)))
+
+    def _call(
+        self, roots: list[tuple[Edge, Tensor]], leaves: list[Any], group: Group
+    ) -> Sequence[Tensor | None]:
+        if not leaves and not group.recvs:
+            return []
+        inputs: list[Any] = [GradientEdge(leaf, 0) for leaf in leaves]
+        if group.recvs:
+            inputs.append(anchor())
+        previous = engine_thread.running
+        engine_thread.running = self
+        try:
+            with torch_private.eager_engine():
+                results = torch.autograd.grad(
+                    [GradientEdge(node, index) for (node, index), _ in roots],
+                    inputs,
+                    [gradient for _, gradient in roots],
+                    retain_graph=self._retain,
+                    create_graph=self._create,
+                    allow_unused=True,
+                )
+        except RuntimeError as error:
+            _explain_reentrant_checkpoint(error)
+            raise
+        finally:
+            engine_thread.running = previous
+        return results[: len(leaves)]
+
+    def _deliver(
+        self, leaves: list[Any], results: Sequence[Tensor | None], sums: dict[Any, Tensor]
+    ) -> None:
+        with torch.set_grad_enabled(self._create):
+            for leaf, gradient in zip(leaves, results, strict=False):
+                if gradient is not None:
+                    self.gradients.add(leaf, gradient)
+            for leaf, gradient in sums.items():
+                self.gradients.add(leaf, gradient)
+
+    def _keep(self, stages: Stages, weighted: list[tuple[Edge, Tensor]]) -> None:
+        kept = stages.kept
+        with torch.set_grad_enabled(self._create):
+            for edge, gradient in weighted:
+                kept[edge] = add(kept.get(edge), gradient)  # type: ignore[assignment]
+
+    def _carry_over(self, group: Group, stages: Stages, waiting: list[Source]) -> None:
+        """After a suspension: only what flows into nodes that have not run is still to come."""
+        stages.ran = stages.entered | group.mask_of(State.ABSENT)
+
+        def to_come(node: Any) -> bool:
+            return node in group.leaves or bool(stages.masks[node] & ~stages.ran)
+
+        stages.kept = {e: g for e, g in stages.kept.items() if to_come(e[0])}
+        for source in waiting:
+            if source.bit & stages.entered:
+                edges = source.weighted_edges()
+                self._keep(stages, [(e, g) for e, g in edges if to_come(e[0])])
+        captured, self._captured = self._captured, []
+        for cut, gradients in captured:
+            for (_, node, index), gradient in zip(cut, gradients, strict=True):
+                if gradient is not None and to_come(node):
+                    self._keep(stages, [((node, index), _fit(gradient, node, index))])
+
+    def _finish(self, group: Group) -> None:
+        group.done = True
+        for recv in group.recvs:
+            self._fire_absent(recv)
+        self._drop_stages(group)
+
+    def _drop_stages(self, group: Group) -> None:
+        if group.stages is not None:
+            for handle in group.stages.handles:
+                handle.remove()
+            group.stages = None
+
+
+def _fit(gradient: Tensor, node: Any, index: int) -> Tensor:
+    """What the engine does to a gradient between two nodes: undo broadcasting, cast."""
+    expected = torch_private.expected_gradient(node, index)
+    if gradient.layout is not torch.strided:
+        return gradient
+    if gradient.shape != expected.shape:
+        gradient = gradient.sum_to_size(expected.shape)
+    if gradient.dtype != expected.dtype:
+        if gradient.is_complex() and not expected.dtype.is_complex:
+            gradient = gradient.real
+        gradient = gradient.to(expected.dtype)
+    return gradient
+
+
+def _explain_reentrant_checkpoint(error: RuntimeError) -> None:
+    if "Checkpointing is not compatible" in str(error) or "use_reentrant=True" in str(error):
+        raise AutogradError(
+            "torch.utils.checkpoint with use_reentrant=True writes to .grad by itself and cannot "
+            "take part in a distributed backward pass. Use use_reentrant=False."
+        ) from error

@@ -1,0 +1,264 @@
+"""The walk over a worker's graph: which sources meet, and where the graph must be cut.
+
+A *source* is what starts gradient on this worker: the roots of `backward`, or one send. A pass
+resolves each source once, by gradients or by absence. What a source reaches ends in *leaves*
+(whose gradients are wanted) and *recvs* (whose gradients leave for other workers).
+
+`form_groups` walks every source once. Sources that share a node inside the graph, or a recv, form
+a *group*: a node must run once, with its whole gradient, so they have to be run together. Leaves do
+not join sources, for their gradients can be added up afterwards; except leaves with hooks, which
+must be called once with the sum.
+
+Most groups have one source and need nothing more: one plain engine call. A group that has to run
+before all its sources are resolved is given *stages*. Each node gets a mask, one bit for each
+source that reaches it. Nodes with equal masks become runnable together. An edge between different
+masks, or into a leaf, is a *cut*: what flows over it may have to be kept while the rest waits.
+
+The walk is the only part of a pass that spends Python on every node. Keep it lean: 0.25 us a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from telegrad.autograd import torch_private
+from telegrad.autograd.crossing import RecvNode, engine_thread
+from telegrad.autograd.errors import AutogradError
+
+Edge = tuple[Any, int]
+
+ROOTS = 0
+"""The message id that stands for the roots; messages count from 1."""
+
+with torch.enable_grad():
+    LeafNode: type[Any] = type(
+        (torch.zeros(1, requires_grad=True) * 1).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    )
+
+
+class State(Enum):
+    """What is known of a source."""
+
+    PENDING = 0
+    GRADIENT = 1
+    ABSENT = 2
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """Roots, or one send, in one pass."""
+
+    message: int
+    edges: Sequence[Edge]
+    node: Node | None = None
+    peer: int | None = None
+    state: State = State.PENDING
+    gradients: Sequence[Tensor | None] = ()
+    bit: int = 0
+    group: Group | None = None
+
+    def weighted_edges(self) -> list[tuple[Edge, Tensor]]:
+        """Where the gradients of this source enter the graph."""
+        pairs = zip(self.edges, self.gradients, strict=True)
+        return [(e, g) for e, g in pairs if g is not None and e[0] is not None]
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Sources that must be run together, and what they reach."""
+
+    sources: list[Source] = field(default_factory=list)
+    leaves: dict[Any, None] = field(default_factory=dict)
+    recvs: list[Any] = field(default_factory=list)
+    stages: Stages | None = None
+    done: bool = False
+
+    def mask_of(self, state: State) -> int:
+        return sum(source.bit for source in self.sources if source.state is state)
+
+
+@dataclass(slots=True, eq=False)
+class Stages:
+    """How a group runs while some of its sources are pending."""
+
+    masks: dict[Any, int]
+    levels: frozenset[int]
+    cuts: dict[Any, list[tuple[int, Any, int]]]
+    hooked_leaves: bool
+    gate: Tensor | None
+    entered: int = 0
+    """The sources whose gradients have gone into the engine."""
+    ran: int = 0
+    """A level has run, or never will, if it lies within these bits."""
+    kept: dict[Edge, Tensor] = field(default_factory=dict)
+    """What flowed over cuts into nodes that have not run."""
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+
+def form_groups(sources: Sequence[Source]) -> tuple[list[Group], dict[Any, int]]:
+    """Group the sources that meet. Also the owner of each node: while that dictionary lives, the
+    Python objects of nodes stay the same, and can be used as keys."""
+    parent = list(range(len(sources)))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    owner: dict[Any, int] = {}
+    leaf_owner: dict[Any, int] = {}
+    reached: list[tuple[dict[Any, None], list[Any]]] = []
+    leaf_type, recv_type = LeafNode, RecvNode
+    for k, source in enumerate(sources):
+        leaves: dict[Any, None] = {}
+        recvs: list[Any] = []
+        reached.append((leaves, recvs))
+        stack: list[Sequence[Edge]] = [source.edges]
+        pop, push = stack.pop, stack.append
+        while stack:
+            for node, _ in pop():
+                if node is None:
+                    continue
+                if node in owner:
+                    if owner[node] != k:
+                        parent[find(owner[node])] = find(k)
+                    continue
+                kind = type(node)
+                if kind is leaf_type:
+                    if node not in leaves:
+                        leaves[node] = None
+                        other = leaf_owner.setdefault(node, k)
+                        if other != k and torch_private.tensor_hooks(node.variable):
+                            parent[find(other)] = find(k)
+                    continue
+                owner[node] = k
+                if kind is recv_type:
+                    recvs.append(node)
+                else:
+                    push(node.next_functions)
+    groups: dict[int, Group] = {}
+    for k, source in enumerate(sources):
+        group = groups.setdefault(find(k), Group())
+        source.group = group
+        source.bit = 1 << len(group.sources)
+        group.sources.append(source)
+        group.leaves.update(reached[k][0])
+        group.recvs += reached[k][1]
+    return list(groups.values()), owner
+
+
+def make_stages(group: Group) -> Stages:
+    """Prepare a group to run before all its sources are resolved."""
+    masks, children = _masks(group)
+    hooked = any(torch_private.tensor_hooks(leaf.variable) for leaf in group.leaves)
+    everything = (1 << len(group.sources)) - 1
+    # What needs all sources is never followed by a wait, so nothing that leaves it must be kept;
+    # unless the leaves below it have hooks, which wait for a call of their own.
+    last = -1 if hooked else everything
+    cuts = {
+        node: cut
+        for node, edges in children.items()
+        if masks[node] != last and (cut := _cut(edges, masks, masks[node], group.leaves))
+    }
+    levels = frozenset(mask for node, mask in masks.items() if node not in group.leaves)
+    _lift_above_sends(group, children)
+    stages = Stages(masks, levels, cuts, hooked, _make_gate(group))
+    group.stages = stages
+    return stages
+
+
+def _masks(group: Group) -> tuple[dict[Any, int], dict[Any, Sequence[Edge]]]:
+    """Which sources reach each node, in one sweep from the sources down."""
+    children: dict[Any, Sequence[Edge]] = {}
+    incoming: dict[Any, int] = {}
+    recv_type = RecvNode
+    stack: list[Sequence[Edge]] = [source.edges for source in group.sources]
+    while stack:
+        for node, _ in stack.pop():
+            if node is None:
+                continue
+            if node in incoming:
+                incoming[node] += 1
+                continue
+            incoming[node] = 1
+            if type(node) is not recv_type and node not in group.leaves:
+                edges = children[node] = node.next_functions
+                stack.append(edges)
+    masks: dict[Any, int] = {}
+    ready = [(source.bit, source.edges) for source in group.sources]
+    while ready:
+        mask, edges = ready.pop()
+        for node, _ in edges:
+            if node is None:
+                continue
+            merged = masks[node] = masks.get(node, 0) | mask
+            incoming[node] -= 1
+            if not incoming[node] and node in children:
+                ready.append((merged, children[node]))
+    return masks, children
+
+
+def _cut(
+    edges: Sequence[Edge], masks: dict[Any, int], mask: int, leaves: dict[Any, None]
+) -> list[tuple[int, Any, int]]:
+    return [
+        (place, node, index)
+        for place, (node, index) in enumerate(edges)
+        if node is not None and (masks[node] != mask or node in leaves)
+    ]
+
+
+def _lift_above_sends(group: Group, nodes: dict[Any, Sequence[Edge]]) -> None:
+    """Sends wait in the order 1..n of the queue; every other node must come before them.
+
+    Sequence numbers count per thread, so the nodes of a young thread begin with small ones.
+    """
+    lowest = len(group.sources) + 1
+    for node in nodes:
+        if torch_private.sequence_number(node) < lowest:
+            torch_private.set_sequence_number(node, lowest)
+
+
+class Gate(torch.autograd.Function):
+    """Stands above every leaf of a group and runs last of all.
+
+    A call that is suspended loses what its leaves have captured, so no leaf may be evaluated in
+    it. The gate holds them back until it is known that the call will reach its end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
+        ctx.count = len(leaves)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        running = engine_thread.running
+        assert running is not None
+        running.pass_gate()
+        return (None,) * ctx.count
+
+
+def _make_gate(group: Group) -> Tensor | None:
+    if not group.leaves:
+        return None
+    with torch.enable_grad():
+        gate: Tensor = Gate.apply(*[leaf.variable for leaf in group.leaves])  # type: ignore[no-untyped-call]
+    assert gate.grad_fn is not None
+    for leaf, (held, _) in zip(group.leaves, gate.grad_fn.next_functions, strict=True):
+        if leaf is not held:
+            raise AutogradError(
+                f"A leaf of shape {tuple(leaf.variable.shape)} lost its place in the graph since "
+                "the forward pass (was its .data or requires_grad changed?)."
+            )
+    torch_private.set_sequence_number(gate.grad_fn, 0)
+    return gate

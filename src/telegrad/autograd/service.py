@@ -1,0 +1,159 @@
+"""Autograd on one worker: its contexts, its passes, and what it says to the other workers."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.autograd.backward import Post
+from telegrad.autograd.container import Census, Container
+from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord
+from telegrad.autograd.messages import Fail, Gradient, History, Options, decode, encode
+from telegrad.autograd.participant import Abandon, Lost, Missed, Participant
+
+TOPIC_PASS = "autograd.pass"
+TOPIC_RELEASE = "autograd.release"
+STALL_TIME = 5.0
+
+
+class Autograd:
+    """The autograd layer of one node."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.container = Container(node.info.id)
+        self.stall_time = STALL_TIME
+        self._messages = itertools.count((node.info.id << WORKER_SHIFT) + 1)
+        self._lock = threading.Lock()
+        self._passes_here = 0
+        node.on_post(TOPIC_PASS, self._on_pass_message)
+        node.on_post(TOPIC_RELEASE, self._on_release)
+        node.on_lost(self._on_lost)
+
+    # Contexts.
+
+    def new_context(self) -> Context:
+        return self.container.new()
+
+    def release(self, context_id: int) -> None:
+        """Let go of a context here, and on every worker that knows it."""
+        released = self.container.release_own(context_id)
+        if released is None:
+            return
+        context, census = released
+        self._let_go([context], census, None)
+
+    def _on_release(self, sender: int, payload: tuple[Any, ...]) -> None:
+        origin, version, newest, live = payload
+        census = Census(origin, version, newest, frozenset(live))
+        self._let_go(self.container.learn(census), census, sender)
+
+    def _let_go(self, contexts: list[Context], census: Census, sender: int | None) -> None:
+        payload = (census.origin, census.version, census.newest, tuple(census.live))
+        told: set[int] = set()
+        for context in contexts:
+            told |= context.known_workers
+            self._end(context, f"Context {context.id} was released during backward.")
+        for worker in sorted(told - {self.node.info.id, sender}):
+            self.node.post(worker, TOPIC_RELEASE, payload)
+
+    def _end(self, context: Context, reason: str) -> None:
+        context.let_go()
+        for participant in list(context.participants.values()):
+            participant.deliver(self.node.info.id, Abandon(reason))
+        context.participants.clear()
+
+    def _on_lost(self, worker: int, reason: str) -> None:
+        for context in self.container.lose(worker):
+            self._end(context, f"Worker {worker}, where context {context.id} was made, is gone.")
+        for context in self.container:
+            for participant in list(context.participants.values()):
+                participant.deliver(self.node.info.id, Lost(worker, reason))
+
+    # Passes.
+
+    def backward(self, context: Context, roots: Sequence[Tensor], options: Options) -> None:
+        """Initiate a pass and see it through."""
+        with context.lock:
+            pass_id = context.passes.next_own(self.node.info.id)
+            participant = Participant(self, context, pass_id)
+            context.participants[pass_id] = participant
+            history = context.passes.own_history()
+        failed = True
+        try:
+            participant.lead(roots, options, history)
+            failed = False
+        finally:
+            with context.lock:
+                bound = context.passes.own_over(pass_id, failed)
+            self._forget_below(context, bound, ())
+
+    def learn(self, context: Context, pass_id: int, history: History) -> None:
+        """A message told which earlier passes of its initiator are over."""
+        if history.over_below:
+            self._forget_below(context, history.over_below, history.failed)
+
+    def _forget_below(self, context: Context, bound: int, failed: Sequence[int]) -> None:
+        with context.lock:
+            if not context.passes.over_below(bound):
+                return
+            over = [p for p in context.participants if context.passes.is_over(p)]
+            gone = [context.participants.pop(p) for p in over]
+        for pass_id in failed:
+            context.discard(pass_id)
+        for participant in gone:
+            participant.deliver(self.node.info.id, Abandon("The pass is over."))
+        context.commit(context.passes.is_over)
+
+    def missed(self, context: Context, passes: list[int], record: RecvRecord) -> None:
+        """A message arrived after these passes began here, and before they did at its sender."""
+        for pass_id in passes:
+            participant = context.participants.get(pass_id)
+            if participant is not None:
+                participant.deliver(record.peer, Missed(record))
+
+    def _on_pass_message(self, sender: int, payload: tuple[Any, ...]) -> None:
+        context_id, pass_id, message = decode(payload)
+        context = self.container.find(context_id)
+        if context is None:
+            return
+        with context.lock:
+            if context.released or context.passes.is_over(pass_id):
+                return
+            participant = context.participants.get(pass_id)
+            if participant is None:
+                if pass_id >> WORKER_SHIFT == self.node.info.id and not isinstance(message, Fail):
+                    return
+                participant = context.participants[pass_id] = Participant(self, context, pass_id)
+        participant.deliver(sender, message)
+
+    def post(self, context: Context, pass_id: int, post: Post) -> None:
+        message = post.message
+        scope = None
+        if isinstance(message, Gradient) and message.options.create_graph:
+            scope = context.recording
+        self.node.post(post.to, TOPIC_PASS, encode(context.id, pass_id, message), scope)
+
+    def next_message(self) -> int:
+        return next(self._messages)
+
+    # Counts.
+
+    def pass_began(self) -> None:
+        with self._lock:
+            self._passes_here += 1
+
+    def pass_left(self) -> None:
+        with self._lock:
+            self._passes_here -= 1
+
+    def counts(self) -> dict[str, int]:
+        """How many contexts this worker holds and in how many passes it takes part."""
+        return {
+            "num_autograd_contexts": len(self.container),
+            "num_current_backward_passes": self._passes_here,
+        }

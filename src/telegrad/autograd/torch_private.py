@@ -1,0 +1,176 @@
+"""Everything that telegrad uses of torch without torch promising it.
+
+Each private call sits behind one small function here, and nowhere else. What is relied upon:
+
+* Among the ready nodes of one engine call on one thread, the node with the highest sequence
+  number runs first, and a sequence number may be set from Python. `local.py` rests on this: a
+  send whose gradient has not come yet is given the lowest number, so the engine reaches it only
+  when nothing else can run.
+* A node knows shape and dtype of each gradient that it takes.
+* A hook dictionary of an accumulator can be seen through the handle of a hook added to it.
+* Compiled autograd is switched per thread.
+
+The first two are tried once at import: a torch that behaves otherwise is refused with a sentence
+that says what changed, instead of giving wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+_compiled_autograd = torch._C._dynamo.compiled_autograd
+
+FIRST = 1 << 62
+"""A sequence number above every other: the node runs the moment that it is ready."""
+
+
+class GradientMeta(NamedTuple):
+    """What a node expects of one of its incoming gradients."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def set_sequence_number(node: Node, number: int) -> None:
+    """Give `node` its place in the engine's queue: the highest number runs first."""
+    node._set_sequence_nr(number)  # type: ignore[attr-defined]
+
+
+def sequence_number(node: Node) -> int:
+    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]
+
+
+def expected_gradient(node: Node, index: int) -> GradientMeta:
+    meta = node._input_metadata[index]
+    return GradientMeta(torch.Size(meta.shape), meta.dtype)
+
+
+def tensor_hooks(leaf: torch.Tensor) -> bool:
+    """Does `leaf` carry hooks made by `Tensor.register_hook`?"""
+    return bool(leaf._backward_hooks)
+
+
+def post_accumulate_hooks(leaf: torch.Tensor) -> bool:
+    """Does `leaf` carry hooks made by `register_post_accumulate_grad_hook`?"""
+    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
+def owners(tensor: torch.Tensor) -> int:
+    """How many references to the tensor behind this Python object exist in C++."""
+    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]
+
+
+class _NodeHooks:
+    """Whether any hook was ever registered from Python on a graph node.
+
+    Torch has no question "has this accumulator hooks?"; the only answer, adding a hook and
+    looking at the dictionary that holds it, costs microseconds per leaf. All such registrations
+    go through one static method of `torch.autograd.Function`, so we pass through it too and
+    remember that it happened: programs that hook no node (nearly all) never pay for the question.
+    """
+
+    def __init__(self) -> None:
+        self.ever = False
+
+    def watch(self) -> None:
+        mixin = torch.autograd.function._HookMixin
+        register = mixin._register_hook
+
+        def _register_hook(backward_hooks: Any, hook: Callable[..., Any]) -> Any:
+            if not isinstance(hook, OwnHook):
+                self.ever = True
+            return register(backward_hooks, hook)
+
+        mixin._register_hook = staticmethod(_register_hook)  # type: ignore[assignment]
+
+
+class OwnHook:
+    """Marks a node hook as telegrad's own."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *gradients: Any) -> None:
+        self.call(*gradients)
+
+
+node_hooks = _NodeHooks()
+
+
+def accumulator_hooks(accumulator: Node) -> bool:
+    """Does the accumulator of a leaf carry hooks that were registered on it from Python?"""
+    if not node_hooks.ever:
+        return False
+    nothing = OwnHook(lambda *_: None)
+    for register in (accumulator.register_hook, accumulator.register_prehook):
+        handle: Any = register(nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+class eager_engine:  # noqa: N801  (used as a `with` statement)
+    """Run the engine itself, on this thread, for all devices.
+
+    Compiled autograd traces a graph before it runs any of it; nodes that talk to other workers
+    cannot be traced, so it is off in here. One thread means one queue: the order by sequence
+    number then holds over all devices, and hooks run where the context is current.
+    """
+
+    __slots__ = ("_compiler", "_threads")
+
+    def __enter__(self) -> None:
+        self._threads = torch._C._is_multithreading_enabled()
+        torch._C._set_multithreading_enabled(False)
+        self._compiler = _compiled_autograd.set_autograd_compiler(None, False)
+
+    def __exit__(self, *_: object) -> None:
+        if self._compiler[0] is not None:
+            _compiled_autograd.set_autograd_compiler(*self._compiler)
+        torch._C._set_multithreading_enabled(self._threads)
+
+
+def drop_queued_tasks() -> None:
+    """Let go of what a failed engine call left in this thread's queue (it holds the graph)."""
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        torch.autograd.grad(leaf * 1, leaf)
+
+
+def self_test() -> None:
+    """Refuse a torch whose engine does not order nodes as `local.py` needs."""
+    order: list[str] = []
+    with torch.enable_grad():
+        leaf = torch.zeros(3, requires_grad=True)
+        first, second = leaf * 2, leaf.sum()
+    for name, output in (("low", first), ("high", second)):
+        assert output.grad_fn is not None
+        set_sequence_number(output.grad_fn, 1 if name == "low" else FIRST)
+        output.grad_fn.register_prehook(OwnHook(lambda _, name=name: order.append(name)))
+    with eager_engine():
+        edges = [GradientEdge(t.grad_fn, 0) for t in (first, second) if t.grad_fn is not None]
+        torch.autograd.grad(edges, leaf, [torch.ones(3), torch.ones(())])
+    if order != ["high", "low"]:
+        raise ImportError(
+            f"torch {torch.__version__} runs ready graph nodes in the order {order}, but telegrad "
+            "needs the highest sequence number first: its gradients would be wrong. Use a torch "
+            "version that telegrad supports (2.13)."
+        )
+    meta = expected_gradient(edges[0].node, 0)
+    if meta != (torch.Size([3]), torch.float32):
+        raise ImportError(
+            f"torch {torch.__version__} describes the gradient of a float32 vector of 3 as {meta}; "
+            "telegrad needs its shape and dtype. Use a torch version that telegrad supports (2.13)."
+        )
+
+
+self_test()
+node_hooks.watch()

@@ -1,0 +1,1 @@
+"""Start workers: on this machine from one script."""

@@ -1,0 +1,229 @@
+"""The fork server: it imports torch once, and every worker is a copy of it.
+
+Importing torch takes about two seconds of a core, so that 64 workers on two cores would need a
+minute; a fork takes milliseconds. A fork is safe only in a process with one thread: it copies
+the thread that forks and nothing else, and a lock that another thread held stays locked for ever.
+Hence the rules of this process:
+
+1. It has one thread. Libraries that keep a pool of threads are told to use one (the caller sets
+   `OMP_NUM_THREADS` and its kin), and nothing is computed here. If the user's script starts
+   threads when it is imported, nothing is forked: the caller is told, and asks again for workers
+   that run the script themselves.
+2. It is the only parent of the workers, so it reaps them all, and it ends only after them.
+3. The end of the control channel is the end of the caller: the workers are ended then too.
+
+While the workers run it passes on what they write to standard error, each line under the name of
+its worker, and keeps the last lines: they tell why a worker ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import selectors
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from telegrad.launch.job import (
+    Conduct,
+    Ended,
+    EndWorkers,
+    NotStarted,
+    Orders,
+    Report,
+    Seat,
+    ThreadsBeforeFork,
+)
+from telegrad.launch.lifeline import die_with_parent, outlive_parent
+from telegrad.launch.script import install_main
+from telegrad.launch.worker import work
+
+_KEPT_LINES = 40
+_TERM_SECONDS = 0.5
+
+
+def main(control: int, lifeline: int, caller: int) -> None:
+    """Serve the caller at the other end of the descriptor `control` until all workers ended."""
+    die_with_parent(caller)
+    channel: Connection = Connection(control)
+    orders: Orders = channel.recv()
+    try:
+        conduct = prepare(orders)
+    except BaseException:
+        channel.send(NotStarted(traceback.format_exc()))
+        return
+    if _has_threads():
+        channel.send(ThreadsBeforeFork())
+        return
+    server = ForkServer(channel)
+    seat = server.fork_workers(orders.seats)
+    if seat is not None:
+        # A worker does not return into the server's frames and exit handlers.
+        os._exit(work(seat, conduct, orders, lifeline))
+    outlive_parent()  # the loop sees the caller's end, and reaps the workers first
+    server.serve()
+
+
+def prepare(orders: Orders) -> Conduct:
+    """Become what every worker starts from."""
+    os.chdir(orders.directory)
+    sys.path[:] = orders.path
+    sys.argv[:] = orders.argv
+    if orders.main is not None and not orders.main_in_each:
+        install_main(orders.main)
+    conduct: Conduct = pickle.loads(orders.conduct)
+    # The collector would otherwise touch, and so copy, every page that the workers share.
+    gc.collect()
+    gc.freeze()
+    return conduct
+
+
+def _has_threads() -> bool:
+    try:
+        return len(os.listdir("/proc/self/task")) > 1
+    except FileNotFoundError:
+        return threading.active_count() > 1
+
+
+@dataclass
+class _Child:
+    """A worker as its parent sees it."""
+
+    name: str
+    pid: int
+    stderr: int
+    partial: bytes = b""
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+
+
+class ForkServer:
+    """The workers that were forked here, and the loop that watches them."""
+
+    def __init__(self, channel: Connection) -> None:
+        self._channel = channel
+        self._children: dict[int, _Child] = {}
+        self._ending = False
+        self._selector = selectors.DefaultSelector()
+
+    def fork_workers(self, seats: tuple[Seat, ...]) -> Seat | None:
+        """Fork one worker for each seat. Returns that seat in the worker, None in the server."""
+        for seat in seats:
+            reading, writing = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                self._leave_server(reading, writing)
+                return seat
+            os.close(writing)
+            os.set_blocking(reading, False)
+            self._children[pid] = _Child(seat.name, pid, reading)
+        return None
+
+    def _leave_server(self, reading: int, writing: int) -> None:
+        os.dup2(writing, 2)
+        os.close(reading)
+        os.close(writing)
+        for sibling in self._children.values():
+            os.close(sibling.stderr)
+        self._channel.close()
+        self._selector.close()
+
+    def serve(self) -> None:
+        wakeup = self._watch_for_exits()
+        self._selector.register(self._channel, selectors.EVENT_READ)
+        for child in self._children.values():
+            self._selector.register(child.stderr, selectors.EVENT_READ, child)
+        self._reap()  # of those that ended before the watch began
+        while self._children:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._channel:
+                    if self._caller_wants_end():
+                        return self._end_workers()
+                elif key.fileobj == wakeup:
+                    os.read(wakeup, 4096)
+                    self._reap()
+                elif key.data is not None and key.data.pid in self._children:
+                    self._forward(key.data)
+        return None
+
+    def _watch_for_exits(self) -> int:
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._selector.register(reading, selectors.EVENT_READ)
+        return reading
+
+    def _caller_wants_end(self) -> bool:
+        try:
+            return isinstance(self._channel.recv(), EndWorkers)
+        except (EOFError, OSError):
+            return True
+
+    def _reap(self) -> None:
+        for child in list(self._children.values()):
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid != 0:
+                self._bury(child, os.waitstatus_to_exitcode(status))
+
+    def _bury(self, child: _Child, exit_code: int) -> None:
+        del self._children[child.pid]
+        self._forward(child)
+        if child.partial:
+            self._write_line(child, child.partial)
+        if child.stderr in self._selector.get_map():
+            self._selector.unregister(child.stderr)
+        os.close(child.stderr)
+        if not self._ending:
+            self._report(Ended(child.name, exit_code, tuple(child.lines)))
+
+    def _report(self, report: Report) -> None:
+        # A caller that is gone is seen by the loop, as the end of the channel.
+        with contextlib.suppress(OSError):
+            self._channel.send(report)
+
+    def _forward(self, child: _Child) -> None:
+        while True:
+            try:
+                data = os.read(child.stderr, 65536)
+            except BlockingIOError:
+                return
+            if not data:
+                if child.stderr in self._selector.get_map():
+                    self._selector.unregister(child.stderr)
+                return
+            # A progress bar ends its lines with a carriage return.
+            *lines, child.partial = (child.partial + data).replace(b"\r", b"\n").split(b"\n")
+            for line in lines:
+                if line:
+                    self._write_line(child, line)
+
+    def _write_line(self, child: _Child, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        child.lines.append(text)
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(2, f"[{child.name}] {text}\n".encode(errors="replace"))
+
+    def _end_workers(self) -> None:
+        self._reap()  # those ended by themselves, and are reported
+        self._ending = True
+        deadline = time.monotonic() + _TERM_SECONDS
+        self._signal_all(signal.SIGTERM)
+        while self._children and (left := deadline - time.monotonic()) > 0:
+            self._selector.select(left)
+            self._reap()
+        self._signal_all(signal.SIGKILL)
+        for child in list(self._children.values()):
+            _, status = os.waitpid(child.pid, 0)
+            self._bury(child, os.waitstatus_to_exitcode(status))
+
+    def _signal_all(self, number: int) -> None:
+        for pid in self._children:
+            os.kill(pid, number)

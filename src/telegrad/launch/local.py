@@ -1,0 +1,214 @@
+"""`telegrad.run`: a job on this machine, from one script.
+
+`main` runs in the process that calls, as worker "main" with rank 0. The other workers are forked
+from a server that has imported torch once (forkserver.py) and serve calls until main returns.
+
+What must never happen: a process that stays behind. Workers end when main does, whatever way it
+ends: returned, raised, interrupted, or killed. In the last case nobody here can act any more, so
+the workers watch for it themselves (lifeline.py).
+
+Joining waits inside torch's store, which no signal interrupts. So it is done by a thread, while
+the calling thread waits where Ctrl-C and the death of a worker can reach it. When the wait is
+given up the store goes away, and with it the thread's reason to wait.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TypeAlias, TypeVar
+
+from torch.distributed import TCPStore
+
+from telegrad.launch.conduct import RPC, WORKERS_VARIABLE
+from telegrad.launch.errors import LaunchError
+from telegrad.launch.job import MAIN_WORKER, Conduct, Orders, Seat
+from telegrad.launch.processes import LocalProcesses
+from telegrad.launch.script import find_main, is_installing
+from telegrad.launch.worker import seed_everything
+
+T = TypeVar("T")
+
+_LEAVE_SECONDS = 5.0
+# None once this process has joined, or why the job cannot begin.
+_News: TypeAlias = "queue.SimpleQueue[BaseException | None]"
+
+
+def run(
+    main: Callable[[], T],
+    workers: int | Sequence[str] | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    threads_per_worker: int = 1,
+    seed: int | None = None,
+    timeout: float = 60.0,
+) -> T:
+    """Start workers on this machine, run `main()` here beside them, and return its result.
+
+    This process is the worker "main" with rank 0. `workers` says which others there are: a
+    number (they are called worker1, worker2, ...) or their names. Without it the number comes
+    from `telegrad run SCRIPT --workers N`.
+
+    An error in main ends the workers at once and is raised here, as is Ctrl-C. A worker that
+    ends before all have joined, or a start that takes longer than `timeout` seconds, is a
+    `LaunchError`. A worker that is lost later is seen by the calls that need it.
+
+    `env` is added to the environment of the workers. `seed` makes random numbers repeatable:
+    the worker with rank r starts from seed + r; without it every worker starts anew.
+
+    Call it under `if __name__ == "__main__":`, because workers import the script.
+    """
+    return run_with(
+        RPC,
+        main,
+        worker_names(workers),
+        env=env or {},
+        threads=threads_per_worker,
+        seed=seed,
+        timeout=timeout,
+    )
+
+
+def worker_names(workers: int | Sequence[str] | None) -> tuple[str, ...]:
+    """The names of the workers besides main."""
+    if workers is None:
+        workers = _number_from_environment()
+    if isinstance(workers, int):
+        if workers < 0:
+            raise ValueError(f"workers={workers}: give the number of workers, 0 or more")
+        return tuple(f"worker{number}" for number in range(1, workers + 1))
+    if isinstance(workers, str):
+        raise TypeError(f"workers={workers!r} is one string: give a number or a list of names")
+    names = tuple(workers)
+    for name in names:
+        if name == MAIN_WORKER or names.count(name) > 1:
+            raise ValueError(
+                f"the worker name {name!r} is given twice: each worker needs a name of its own, "
+                f"and {MAIN_WORKER!r} is the process that calls run"
+            )
+    return names
+
+
+def _number_from_environment() -> int:
+    text = os.environ.get(WORKERS_VARIABLE)
+    if text is None:
+        raise ValueError(
+            "the number of workers is not known: pass workers= to telegrad.run, or start the "
+            "script with `telegrad run SCRIPT --workers N`"
+        )
+    if not text.isdecimal():
+        raise ValueError(f"{WORKERS_VARIABLE}={text!r} is not a number of workers")
+    return int(text)
+
+
+def run_with(
+    conduct: Conduct,
+    main: Callable[[], T],
+    names: tuple[str, ...],
+    *,
+    env: Mapping[str, str],
+    threads: int,
+    seed: int | None,
+    timeout: float,
+) -> T:
+    """Run a job whose processes join, serve and leave as `conduct` says."""
+    if is_installing():
+        raise LaunchError(
+            "telegrad.run was called while a worker imports the script: put the call under "
+            '`if __name__ == "__main__":`'
+        )
+    store = _serve_store(timeout)
+    key = secrets.token_bytes(32)
+    seats = [
+        Seat(name, rank, len(names) + 1, store.port, key, timeout)
+        for rank, name in enumerate((MAIN_WORKER, *names))
+    ]
+    if seed is not None:
+        seed_everything(seed)
+    orders = _orders(conduct, tuple(seats[1:]), threads, seed)
+    news: _News = queue.SimpleQueue()
+    processes = LocalProcesses(orders, env, lambda why: news.put(LaunchError(why)))
+    joining = threading.Thread(
+        target=_join, args=(conduct, seats[0], news), name="telegrad-join", daemon=True
+    )
+    joining.start()
+    try:
+        _wait_for_start(news, len(names), timeout)
+        result = main()
+        conduct.leave(True)
+        processes.wait(_LEAVE_SECONDS)
+    except BaseException as error:
+        processes.end()
+        del store
+        # A thread that still waits in C++ when the interpreter ends would abort the process.
+        joining.join(_LEAVE_SECONDS)
+        _leave_at_once(conduct, error)
+        if not isinstance(error, LaunchError):
+            for ended in processes.failures():
+                error.add_note(str(ended))
+        raise
+    processes.end()
+    return result
+
+
+def _serve_store(timeout: float) -> TCPStore:
+    # Torch would listen on every interface.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _orders(conduct: Conduct, seats: tuple[Seat, ...], threads: int, seed: int | None) -> Orders:
+    return Orders(
+        seats=seats,
+        conduct=pickle.dumps(conduct),
+        main=find_main(),
+        main_in_each=False,
+        path=tuple(sys.path),
+        argv=tuple(sys.argv),
+        directory=os.getcwd(),
+        threads=threads,
+        seed=secrets.randbits(48) if seed is None else seed,
+    )
+
+
+def _join(conduct: Conduct, seat: Seat, news: _News) -> None:
+    try:
+        conduct.join(seat)
+    except BaseException as error:
+        news.put(error)
+    else:
+        news.put(None)
+
+
+def _wait_for_start(news: _News, workers: int, timeout: float) -> None:
+    try:
+        problem = news.get(timeout=timeout)
+    except queue.Empty:
+        raise LaunchError(
+            f"the {workers} workers did not all join within {timeout:g} s: "
+            "pass a longer timeout= to telegrad.run, or start fewer"
+        ) from None
+    if problem is not None:
+        raise problem
+
+
+def _leave_at_once(conduct: Conduct, error: BaseException) -> None:
+    try:
+        conduct.leave(False)
+    except Exception as second:
+        error.add_note(f"and this worker could not leave the job: {second!r}")

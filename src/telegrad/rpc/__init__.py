@@ -1,0 +1,55 @@
+"""Call functions on other workers and hold references to what they return."""
+
+from telegrad.rpc import functions
+from telegrad.rpc.api import (
+    debug_info,
+    get_worker_info,
+    get_worker_infos,
+    init_rpc,
+    is_initialized,
+    on_worker_lost,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from telegrad.rpc.errors import (
+    CallTimeout,
+    JobClosed,
+    NotInitialized,
+    ReferenceLost,
+    RemoteError,
+    RendezvousError,
+    TelegradError,
+    UnknownWorker,
+    WorkerLost,
+)
+from telegrad.rpc.futures import CallFuture
+from telegrad.rpc.rref import RRef
+from telegrad.rpc.worker import WorkerInfo
+
+__all__ = [
+    "CallFuture",
+    "CallTimeout",
+    "JobClosed",
+    "NotInitialized",
+    "RRef",
+    "ReferenceLost",
+    "RemoteError",
+    "RendezvousError",
+    "TelegradError",
+    "UnknownWorker",
+    "WorkerInfo",
+    "WorkerLost",
+    "debug_info",
+    "functions",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "is_initialized",
+    "on_worker_lost",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

@@ -1,0 +1,385 @@
+"""The transport of production: links to other workers, and the threads that serve them.
+
+Between two workers there are up to two links, one for the calls of each: `Outgoing` is the caller's
+end, `Incoming` the callee's. They are made when the first call needs them. A link whose connection
+breaks is mended while the other process answers at its address; a process that does not, is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from telegrad.rpc.calls import Pending
+from telegrad.rpc.errors import WorkerLost
+from telegrad.rpc.incoming import Incoming
+from telegrad.rpc.loopback import Loopback
+from telegrad.rpc.meeting import Meeting, Visitor, greet, meet
+from telegrad.rpc.members import Member
+from telegrad.rpc.node import Node, Reply, report_background_error
+from telegrad.rpc.outgoing import Outgoing
+from telegrad.rpc.runtime import Threads
+from telegrad.rpc.watch import Watch
+from telegrad.wire.address import Unreachable
+from telegrad.wire.codec import Packed
+from telegrad.wire.frames import Kind
+from telegrad.wire.handshake import HandshakeError, Hello, Refuse
+from telegrad.wire.link import Link, LinkClosed
+from telegrad.wire.session import SessionError
+
+MAX_GREETINGS = 256
+READABLE_ALWAYS = 0x001
+
+
+class Agent:
+    """Runs a node over sockets."""
+
+    def __init__(self, node: Node, threads: Threads, meeting: Meeting, liveness: float) -> None:
+        self.node = node
+        self.threads = threads
+        self.local = threading.local()
+        self.slow_functions: set[object] = set()
+        self._meeting = meeting
+        self._liveness = liveness
+        self.silence = threading.Condition()
+        self._lock = threading.Lock()
+        self._outgoing: dict[int, Outgoing | Loopback] = {}
+        self._incoming: dict[int, Incoming] = {}
+        self._connecting: dict[int, threading.Lock] = {}
+        self._ended: set[int] = set()
+        self._greetings = 0
+        self._closed = False
+        self.watch = Watch(self._tick, self._next_deadline, threads.run)
+        self._loopback = Loopback(self)
+        self._outgoing[node.info.id] = self._loopback
+
+    def start(self) -> None:
+        self.watch.start()
+        for listener in self._meeting.listeners:
+            listener.setblocking(False)
+            self.watch.register(
+                listener.fileno(), lambda _, it=listener: self._accept(it), READABLE_ALWAYS
+            )
+
+    # The node's transport.
+
+    def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
+        worker = pending.callee.id
+        try:
+            outgoing = self._outgoing.get(worker) or self._reach(worker)
+            outgoing.call(pending, packed, note)
+        except (WorkerLost, LinkClosed):
+            # Whoever found the worker gone has settled its calls, unless this one came just after.
+            self._settle_unreachable(pending)
+            return
+        if pending.completion:
+            outgoing.attend()
+        if pending.deadline < self.node.calls.next_deadline:
+            self.node.calls.next_deadline = pending.deadline
+            if pending.completion:
+                self.watch.poke()
+
+    def post(self, to: int, packed: Packed, note: bytes) -> None:
+        with contextlib.suppress(WorkerLost, LinkClosed):
+            outgoing = self._outgoing.get(to) or self._reach(to)
+            outgoing.post(packed, note)
+
+    def reply(self, to: int, call_id: int, reply: Reply) -> None:
+        if to == self.node.info.id:
+            self._loopback.reply(call_id, reply)
+            return
+        incoming = self._incoming.get(to)
+        if incoming is not None:
+            incoming.reply(call_id, reply)
+
+    def wait(self, pending: Pending) -> None:
+        self.blocking()
+        outgoing = self._outgoing.get(pending.callee.id)
+        if outgoing is not None:
+            outgoing.wait(pending)
+
+    def attend(self, pending: Pending) -> None:
+        outgoing = self._outgoing.get(pending.callee.id)
+        if outgoing is not None:
+            outgoing.attend()
+
+    def starting(self, function: object) -> None:
+        incoming = getattr(self.local, "incoming", None)
+        if incoming is not None:
+            incoming.about_to_run(self.local.token, function)
+
+    def blocking(self) -> None:
+        incoming = getattr(self.local, "incoming", None)
+        if incoming is not None:
+            incoming.about_to_block(self.local.token)
+        self.node.coroutines.blocking()
+
+    def serving(self) -> bool:
+        """Whether the calling thread runs a request."""
+        return getattr(self.local, "incoming", None) is not None
+
+    def nudge(self) -> None:
+        self.watch.poke()
+
+    def _settle_unreachable(self, pending: Pending) -> None:
+        if self.node.calls.take(pending.callee.id, pending.call_id) is not None:
+            reason = self.node.lost_workers().get(pending.callee.id, "it cannot be reached")
+            pending.settle(
+                None,
+                WorkerLost(
+                    f"Worker {pending.callee.name!r} is gone: {reason}. "
+                    f"Pending was the call {pending.describe()}."
+                ),
+            )
+        pending.complete()
+
+    # What the watch asks.
+
+    def _tick(self, now: float) -> bool:
+        active = False
+        for incoming in list(self._incoming.values()):
+            active |= incoming.tick()
+        active |= self._loopback.tick()
+        if self.node.values.has_deaths:
+            self.threads.run(self._bury)
+        if self.node.calls.next_deadline <= now:
+            self.complete_elsewhere(self.node.calls.expire(now))
+        return active
+
+    def _bury(self) -> None:
+        try:
+            self.node.values.bury()
+        except Exception:
+            report_background_error("the release of references")
+
+    def _next_deadline(self) -> float:
+        return self.node.calls.next_deadline
+
+    def complete_elsewhere(self, settled: Iterable[Pending]) -> None:
+        completed = [pending for pending in settled if pending.completion]
+        if completed:
+            self.threads.run(lambda: [pending.complete() for pending in completed])
+
+    # Meeting others.
+
+    def _reach(self, worker: int) -> Outgoing | Loopback:
+        """The link to a worker; connect if there is none."""
+        with self._lock:
+            gate = self._connecting.setdefault(worker, threading.Lock())
+        with gate:
+            outgoing = self._outgoing.get(worker)
+            if outgoing is not None:
+                return outgoing
+            if worker in self._ended or self._closed:
+                raise WorkerLost(f"worker {worker} is gone")
+            member = self.node.members.member(worker)
+            session = secrets.token_hex(16)
+            try:
+                visit = meet(self._meeting, self.node.info, member, session, 0, "calls")
+            except (Unreachable, HandshakeError, OSError) as error:
+                self.lose(worker, f"it cannot be reached ({error})")
+                raise WorkerLost(f"worker {member.info.name!r} cannot be reached") from error
+            link = Link(visit.stream, arena=visit.arena, view=visit.view, freed=visit.freed)
+            made = Outgoing(self, member, session, link)
+            with self._lock:
+                if worker in self._ended or self._closed:
+                    made.end()
+                    raise WorkerLost(f"worker {member.info.name!r} is gone")
+                self._outgoing[worker] = made
+            return made
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                self._greetings += 1
+                crowded = self._greetings > MAX_GREETINGS or self._closed
+            if crowded:
+                self._greeted()
+                connection.close()
+                continue
+            self.threads.run(lambda it=connection, via=listener: self._greet(it, via))
+
+    def _greeted(self) -> None:
+        with self._lock:
+            self._greetings -= 1
+
+    def _greet(self, connection: socket.socket, listener: socket.socket) -> None:
+        try:
+            visitor = greet(self._meeting, self.node.info, connection, listener, self._admit)
+        except (HandshakeError, OSError):
+            connection.close()
+            return
+        finally:
+            self._greeted()
+        if visitor.hello.purpose == "probe":
+            visitor.stream.close()
+        elif visitor.hello.purpose == "resume":
+            self._resume_incoming(visitor)
+        else:
+            self._welcome(visitor)
+
+    def _admit(self, hello: Hello) -> Refuse | int:
+        """Whether a worker that proved the key may enter; and what we have seen of its session."""
+        if self._closed:
+            return Refuse(f"worker {self.node.info.name!r} is shutting down")
+        try:
+            member = self.node.members.member(hello.worker_id)
+        except Exception:
+            return Refuse(f"worker {hello.worker!r} is not a member of this job")
+        if hello.worker_id in self._ended or member.incarnation != hello.incarnation:
+            return Refuse(
+                f"this incarnation of worker {hello.worker!r} counts as gone: it has to join anew"
+            )
+        if hello.purpose != "resume":
+            return 0
+        incoming = self._incoming.get(hello.worker_id)
+        if incoming is None or incoming.session != hello.session:
+            return Refuse(f"worker {self.node.info.name!r} knows nothing of that session")
+        incoming.await_silence()
+        return incoming.link.session.seen
+
+    def _welcome(self, visitor: Visitor) -> None:
+        member = self.node.members.member(visitor.hello.worker_id)
+        link = Link(visitor.stream, arena=visitor.arena, view=visitor.view, freed=visitor.freed)
+        incoming = Incoming(self, member, visitor.hello.session, link)
+        with self._lock:
+            refused = self._closed or member.info.id in self._ended
+            old = None if refused else self._incoming.get(member.info.id)
+            if not refused:
+                self._incoming[member.info.id] = incoming
+        if old is not None:
+            old.end()
+        if refused:
+            incoming.end()
+        else:
+            incoming.start()
+
+    # Breaks.
+
+    def mend(self, outgoing: Outgoing, reason: str) -> None:
+        """A connection broke; its reader tries to go on over a new one."""
+        member = outgoing.member
+        worker = member.info.id
+        until = self.node.runtime.now() + self._liveness
+        while not (outgoing.gone or self._closed):
+            try:
+                visit = meet(
+                    self._meeting,
+                    self.node.info,
+                    member,
+                    outgoing.session,
+                    outgoing.link.session.seen,
+                    "resume",
+                )
+                outgoing.link.resume(visit.stream, visit.peer_has_seen)
+                outgoing.resumed()
+                return
+            except (HandshakeError, SessionError, LinkClosed) as error:
+                self.lose(worker, f"{reason}, and could not be mended ({error})")
+                return
+            except OSError as error:
+                if is_dead(error) or self.node.runtime.now() > until:
+                    self.lose(worker, f"{reason}, and its process does not answer any more")
+                    return
+                threading.Event().wait(0.05)
+
+    def incoming_broke(self, incoming: Incoming, reason: str) -> None:
+        """The caller has to mend this link. If its process is gone, nobody will."""
+        if incoming.gone or self._closed or incoming.member.info.id in self._ended:
+            return
+        member = incoming.member
+        broken = incoming.link.stream
+
+        def give_up() -> None:
+            if incoming.link.broken and incoming.link.stream is broken and not incoming.gone:
+                self.lose(member.info.id, f"{reason}, and it did not come back")
+
+        try:
+            meet(self._meeting, self.node.info, member, incoming.session, 0, "probe").stream.close()
+        except OSError as error:
+            if is_dead(error):
+                self.lose(member.info.id, f"{reason}, and its process does not answer any more")
+                return
+        self.watch.call_later(self._liveness, give_up)
+
+    def _resume_incoming(self, visitor: Visitor) -> None:
+        worker = visitor.hello.worker_id
+        incoming = self._incoming.get(worker)
+        if incoming is None:
+            visitor.stream.close()
+            return
+        try:
+            incoming.link.resume(visitor.stream, visitor.hello.resume_at)
+        except (SessionError, LinkClosed) as error:
+            self.lose(worker, f"its connection broke and could not be mended ({error})")
+            return
+        incoming.resumed()
+
+    # Endings.
+
+    def lose(self, worker: int, reason: str) -> None:
+        """Be done with a worker: settle what waits for it and accept nothing more from it."""
+        with self._lock:
+            if worker in self._ended or worker == self.node.info.id:
+                return
+            self._ended.add(worker)
+            links = (self._outgoing.pop(worker, None), self._incoming.pop(worker, None))
+        failed = self.node.worker_lost(worker, reason)
+        for link in links:
+            if link is not None:
+                link.end()
+        self.complete_elsewhere(failed)
+
+    def leave(self, worker: int) -> None:
+        """A worker said that it leaves."""
+        self.lose(worker, "it has left the job (its shutdown() was called)")
+
+    def close(self, farewell: bool = True) -> None:
+        """End every link. Others are told, so that they do not take it for a death."""
+        with self._lock:
+            self._closed = True
+            links: list[Any] = [*self._outgoing.values(), *self._incoming.values()]
+            self._outgoing.clear()
+            self._incoming.clear()
+        cut = self.node.close()
+        for end in links:
+            if farewell and not isinstance(end, Loopback):
+                with contextlib.suppress(OSError):
+                    end.link.send(Kind.LEAVING, 0)
+            end.end()
+        for pending in cut:
+            pending.complete()
+        self.watch.close()
+        self._meeting.close()
+
+    def debug_info(self) -> dict[str, int]:
+        return {
+            "outgoing links": len(self._outgoing) - 1,
+            "incoming links": len(self._incoming),
+            "threads": threading.active_count(),
+        }
+
+    def bytes_moved(self) -> dict[str, tuple[int, int]]:
+        """Bytes sent to and received from each worker, by its name, tensors included."""
+        moved: dict[str, tuple[int, int]] = {}
+        for end in [*self._outgoing.values(), *self._incoming.values()]:
+            if isinstance(end, Loopback):
+                continue
+            link, name = end.link, end.member.info.name
+            sent, received = moved.get(name, (0, 0))
+            moved[name] = (sent + link.sent_bytes, received + link.received_bytes)
+        return moved
+
+
+def is_dead(error: OSError) -> bool:
+    """Whether a failed connect says that no process is there, rather than that none answered yet."""
+    cause = error.__context__ if isinstance(error, Unreachable) else error
+    return isinstance(cause, ConnectionRefusedError | FileNotFoundError)

@@ -1,0 +1,226 @@
+"""What users call."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.closing import Closing
+from telegrad.rpc.errors import NotInitialized, TelegradError
+from telegrad.rpc.futures import CallFuture, begin_async
+from telegrad.rpc.node import DEFAULT_TIMEOUT, Node, current_node, find_node, set_process_node
+from telegrad.rpc.rendezvous import Rendezvous, open_store
+from telegrad.rpc.rref import RRef, remote_reference
+from telegrad.rpc.runtime import ThreadRuntime, Threads
+from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.codec import Trust
+from telegrad.wire.keys import JobKey
+
+To = str | int | WorkerInfo
+Args = tuple[Any, ...] | list[Any]
+
+LIVENESS = 5.0
+_starting = threading.Lock()
+
+
+def init_rpc(
+    name: str,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    store: dist.Store | None = None,
+    key: bytes | None = None,
+    host: str | None = None,
+    plaintext: bool = False,
+    trust: str = "code",
+    rpc_timeout: float = DEFAULT_TIMEOUT,
+    join_timeout: float = 60.0,
+    liveness: float = LIVENESS,
+) -> None:
+    """Join a job under a name that no other worker has.
+
+    The workers meet through one of torch's stores: an `init_method` (`env://`, `tcp://host:port`,
+    `file:///path`) or a `store` that exists. With a `world_size` the call returns when all have
+    joined; without one, workers come and go. `rank` is found as torch finds it, or given out.
+
+    `key` is the job's secret; by default it is taken from TELEGRAD_KEY_FILE or TELEGRAD_KEY, and a
+    job that has none makes one that works for this user on this host. `host` is the address at
+    which other hosts reach this worker; without it nothing listens but a Unix socket.
+
+    `rpc_timeout` bounds every call that does not say otherwise, in seconds (0: no bound);
+    `liveness` is how long a broken connection may take to come back before its worker counts as
+    lost. With `trust="data"` nothing that arrives is ever unpickled, and others can call only
+    functions marked with `telegrad.export`.
+    """
+    with _starting:
+        if find_node() is not None:
+            raise TelegradError(
+                "RPC is already initialized in this process: call telegrad.rpc.shutdown() first"
+            )
+        if store is None:
+            store, rank, world_size = open_store(init_method, rank, world_size, join_timeout)
+        visit = Rendezvous(store, name, rank, world_size, join_timeout)
+        meeting = visit.prepare(JobKey(key) if key is not None else None, host, plaintext)
+        try:
+            members = visit.join(meeting)
+        except BaseException:
+            meeting.close()
+            raise
+        threads = Threads()
+        runtime = ThreadRuntime(threads)
+        node = Node(
+            visit.info, members, runtime, trust=Trust[trust.upper()], timeout=rpc_timeout
+        )
+        agent = Agent(node, threads, meeting, liveness)
+        node.transport = runtime.transport = agent
+        node.services["closing"] = Closing(node)
+        node.services["store"] = store
+        node.services["static"] = world_size is not None
+        set_process_node(node)
+        agent.start()
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Leave the job.
+
+    With `graceful=True` it waits until every worker has called `shutdown` and no call is under way
+    anywhere; `timeout` bounds that in seconds (0: no bound). With `graceful=False` it leaves at
+    once, and what others still wait for from here ends with an error that says so.
+    """
+    node = current_node()
+    agent = node.transport
+    assert isinstance(agent, Agent)
+    try:
+        if graceful:
+            if node.services["static"]:
+                node.services["closing"].close(timeout)
+            else:
+                _await_own_calls(node, timeout)
+            node.values.bury()
+            node.values.release_all()
+    finally:
+        set_process_node(None)
+        agent.close()
+        agent.threads.close()
+
+
+def _await_own_calls(node: Node, timeout: float) -> None:
+    until = node.runtime.now() + timeout if timeout > 0 else None
+    for pending in node.calls.all():
+        if until is not None and node.runtime.now() > until:
+            return
+        node.transport.wait(pending)
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """A process that ends without a shutdown leaves at once, in words rather than by a broken link."""
+    node = find_node()
+    if node is not None and isinstance(node.transport, Agent):
+        set_process_node(None)
+        node.transport.close()
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., Any],
+    args: Args | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Call a function on another worker (or on this one) and wait for its result.
+
+    `to` is a worker's name, its rank or its `WorkerInfo`. An error on the other side is raised here
+    with its own type; the remote traceback is its `__cause__`. `timeout` in seconds, 0 for none.
+
+        rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+    """
+    node = current_node()
+    pending = node.call(node.members.find(to), func, args or (), kwargs, timeout)
+    if not pending.done:
+        node.transport.wait(pending)
+    return node.outcome(pending)
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., Any],
+    args: Args | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> CallFuture:
+    """As `rpc_sync`, but returns a `torch.futures.Future` at once. It can be awaited, too."""
+    node = current_node()
+    return begin_async(node, node.members.find(to), func, args or (), kwargs, timeout)
+
+
+def remote(
+    to: To,
+    func: Callable[..., Any],
+    args: Args | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> RRef[Any]:
+    """Call a function on another worker and return a reference to its result at once."""
+    node = current_node()
+    return remote_reference(node, node.members.find(to), func, args or (), kwargs, timeout)
+
+
+def get_worker_info(name: To | None = None) -> WorkerInfo:
+    """The `WorkerInfo` of a worker; without a name that of this worker."""
+    node = current_node()
+    return node.info if name is None else node.members.find(name)
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers of the job that this one knows of."""
+    return current_node().members.infos()
+
+
+def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> None:
+    """Have `callback(worker, reason)` called when a worker is lost or leaves."""
+    node = current_node()
+
+    def told(worker: int, reason: str) -> None:
+        callback(node.members.member(worker).info, reason)
+
+    node.on_lost(told)
+
+
+def is_initialized() -> bool:
+    return find_node() is not None
+
+
+def debug_info() -> dict[str, Any]:
+    """What this worker holds and waits for: calls, references, links, threads."""
+    node = current_node()
+    info: dict[str, Any] = {
+        "calls in flight": [pending.describe() for pending in node.calls.all()],
+        "references": node.values.debug_info(),
+        "lost workers": {node.members.name(w): why for w, why in node.lost_workers().items()},
+    }
+    if isinstance(node.transport, Agent):
+        info["links"] = node.transport.debug_info()
+        info["bytes"] = node.transport.bytes_moved()
+    return info
+
+
+__all__ = [
+    "NotInitialized",
+    "debug_info",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "is_initialized",
+    "on_worker_lost",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

@@ -1,0 +1,173 @@
+"""Calls in flight: a core without I/O.
+
+Every call that leaves has one entry here until it is *settled*: by its reply, by its deadline, by
+the loss of the worker that it went to, or by the end of the job. Taking the entry out of the table
+is what settles it, and that is one atomic step: so of a reply and a timeout that meet, one wins and
+the other finds nothing, and no call is settled twice or never.
+
+A settled call holds the reply as it came. It is decoded by whoever wants the result, on that
+thread: unpacking may run user code, and no thread that serves others may be held up by it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from threading import Lock
+
+from telegrad.rpc.errors import CallTimeout, TelegradError
+from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.frames import Frame
+
+
+class Pending:
+    """One call in flight, or settled."""
+
+    __slots__ = (
+        "call_id",
+        "callee",
+        "completion",
+        "deadline",
+        "done",
+        "error",
+        "frame",
+        "latch",
+        "target",
+        "timeout",
+    )
+
+    def __init__(
+        self, call_id: int, callee: WorkerInfo, target: object, timeout: float, deadline: float
+    ) -> None:
+        self.call_id = call_id
+        self.callee = callee
+        self.target = target
+        self.timeout = timeout
+        self.deadline = deadline
+        self.done = False
+        self.frame: Frame | None = None
+        self.error: TelegradError | None = None
+        self.completion: list[Callable[[], None]] = []
+        self.latch: Lock | None = None
+
+    def settle(self, frame: Frame | None, error: TelegradError | None = None) -> None:
+        """Store the outcome, then wake who waits. Only for the one who took it from the table."""
+        self.frame = frame
+        self.error = error
+        self.done = True
+        self.wake()
+
+    def wake(self) -> None:
+        # A waiter stores its latch and then looks at `done`; we set `done` and then look for the
+        # latch: one of the two always sees the other.
+        latch = self.latch
+        if latch is not None and latch.locked():
+            try:
+                latch.release()
+            except RuntimeError:
+                return
+
+    def complete(self) -> None:
+        """Run what is to be done once the call is settled, in whichever thread comes first."""
+        # Taking an element from a list is atomic: of two threads that come, one finds none.
+        try:
+            completion = self.completion.pop()
+        except IndexError:
+            return
+        completion()
+
+    def describe(self) -> str:
+        return f"{describe_target(self.target)} on worker {self.callee.name!r}"
+
+
+def describe_target(target: object) -> str:
+    """A name for a call's function that a person can search for."""
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    module = getattr(target, "__module__", None)
+    if name is None:
+        return repr(target)
+    return f"{module}.{name}" if module else str(name)
+
+
+class Calls:
+    """The table of calls that this worker made and that are not settled."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._to: dict[int, dict[int, Pending]] = {}
+        self.next_deadline = math.inf
+
+    def begin(self, callee: WorkerInfo, target: object, timeout: float, now: float) -> Pending:
+        """A new entry. `timeout` 0 means that the call may take for ever."""
+        deadline = now + timeout if timeout > 0 else math.inf
+        pending = Pending(next(self._ids), callee, target, timeout, deadline)
+        table = self._to.get(callee.id)
+        if table is None:
+            table = self._to.setdefault(callee.id, {})
+        table[pending.call_id] = pending
+        return pending
+
+    def take(self, callee: int, call_id: int) -> Pending | None:
+        """Take the entry out, in order to settle it. None: someone else did, or it never was."""
+        table = self._to.get(callee)
+        return None if table is None else table.pop(call_id, None)
+
+    def oldest(self, callee: int) -> Pending | None:
+        for pending in list(self._to.get(callee, {}).values()):
+            return pending
+        return None
+
+    def in_flight(self, callee: int) -> int:
+        table = self._to.get(callee)
+        return 0 if table is None else len(table)
+
+    def total(self) -> int:
+        return sum(len(table) for table in self._to.values())
+
+    def all(self) -> list[Pending]:
+        return [pending for table in list(self._to.values()) for pending in list(table.values())]
+
+    def expire(self, now: float) -> list[Pending]:
+        """Settle every call whose deadline has passed; note when to look again."""
+        expired = []
+        soonest = math.inf
+        for pending in self.all():
+            if pending.deadline <= now:
+                if self.expire_one(pending):
+                    expired.append(pending)
+            elif pending.deadline < soonest:
+                soonest = pending.deadline
+        self.next_deadline = soonest
+        return expired
+
+    def expire_one(self, pending: Pending) -> bool:
+        if self.take(pending.callee.id, pending.call_id) is None:
+            return False
+        pending.settle(
+            None,
+            CallTimeout(
+                f"RPC ran for more than {pending.timeout * 1000:g} milliseconds and timed out: "
+                f"{pending.describe()} has not answered. Give the call more time (timeout=), or "
+                "look at what that worker is doing (telegrad.rpc.debug_info())."
+            ),
+        )
+        return True
+
+    def fail(self, callee: int | None, error: TelegradError) -> list[Pending]:
+        """Settle with an error every call to that worker (None: to all workers)."""
+        workers = list(self._to) if callee is None else [callee]
+        failed = []
+        for worker in workers:
+            for call_id in list(self._to.get(worker, ())):
+                pending = self.take(worker, call_id)
+                if pending is not None:
+                    pending.settle(None, _about(error, pending))
+                    failed.append(pending)
+        return failed
+
+
+def _about(error: TelegradError, pending: Pending) -> TelegradError:
+    return type(error)(f"{error} Pending was the call {pending.describe()}.")

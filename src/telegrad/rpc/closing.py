@@ -1,0 +1,113 @@
+"""How a job ends in good order: nobody leaves while a call may still come.
+
+When all workers have called `shutdown`, calls may still be on their way, and functions that run may
+make more. The workers meet in rounds at the one with the lowest id. In each round every worker says
+how many calls it has made, how many it has finished for others, and how many of its own are open.
+If all that were made are finished, none is open, and the sums are those of the round before, then
+no message was on its way between the two rounds and nothing can start any more (the counting
+argument of Mattern). A function that never returns cannot hold the job up: when no call is open
+any more and only such functions run, their callers have given up, and after a while so do we.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from telegrad.rpc.errors import CallTimeout, WorkerLost
+from telegrad.rpc.results import Finish, Later
+
+if TYPE_CHECKING:
+    from telegrad.rpc.node import Node
+
+CLOSING = "closing"
+PATIENCE_WITH_ABANDONED = 2.0
+BETWEEN_ROUNDS = 0.002
+LONGEST_PAUSE = 0.1
+
+
+@dataclass
+class _Round:
+    counts: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    waiting: list[Finish] = field(default_factory=list)
+
+
+class Closing:
+    """One worker's part in ending the job."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._changed = node.runtime.condition()
+        self._rounds: dict[int, _Round] = {}
+        self._verdicts: dict[int, bool] = {}
+        self._last_sums: tuple[int, int] | None = None
+        self._abandoned_since: float | None = None
+        node.on_operation(CLOSING, self._join)
+        node.on_lost(lambda worker, reason: self._reconsider())
+
+    def close(self, timeout: float) -> None:
+        """Return when every worker is ready to leave. `timeout` 0 means to wait for ever."""
+        node = self._node
+        until = node.runtime.now() + timeout if timeout > 0 else None
+        number = 0
+        pause = BETWEEN_ROUNDS
+        while True:
+            leader = min(m.info.id for m in node.members.members() if not node.is_lost(m.info.id))
+            counts = (node.calls_made, node.calls_finished, node.calls.total())
+            try:
+                remaining = 0.0 if until is None else max(until - node.runtime.now(), 0.001)
+                over = node.request(
+                    node.members.find(leader), CLOSING, number, *counts, timeout=remaining
+                )
+            except WorkerLost:
+                continue
+            except CallTimeout:
+                raise CallTimeout(
+                    f"shutdown of worker {node.info.name!r} took longer than {timeout:g} s: not "
+                    "every worker has called shutdown, or calls are still running"
+                ) from None
+            if over:
+                return
+            number += 1
+            with self._changed:
+                self._changed.wait(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+    def _join(self, sender: int, number: int, made: int, finished: int, open_: int) -> Later:
+        def subscribe(finish: Finish) -> None:
+            with self._changed:
+                this = self._rounds.setdefault(number, _Round())
+                this.counts[sender] = (made, finished, open_)
+                this.waiting.append(finish)
+            self._reconsider()
+
+        return Later(subscribe)
+
+    def _reconsider(self) -> None:
+        node = self._node
+        live = {m.info.id for m in node.members.members() if not node.is_lost(m.info.id)}
+        answers: list[tuple[Finish, bool]] = []
+        with self._changed:
+            for number, this in list(self._rounds.items()):
+                if live <= this.counts.keys():
+                    over = self._judge(this)
+                    answers += [(finish, over) for finish in this.waiting]
+                    del self._rounds[number]
+        for finish, over in answers:
+            finish(over, None)
+
+    def _judge(self, this: _Round) -> bool:
+        made = sum(counts[0] for counts in this.counts.values())
+        finished = sum(counts[1] for counts in this.counts.values())
+        open_ = sum(counts[2] for counts in this.counts.values())
+        unchanged = self._last_sums == (made, finished)
+        self._last_sums = (made, finished)
+        if open_ or not unchanged:
+            self._abandoned_since = None
+            return False
+        if made == finished:
+            return True
+        now = self._node.runtime.now()
+        if self._abandoned_since is None:
+            self._abandoned_since = now
+        return now - self._abandoned_since > PATIENCE_WITH_ABANDONED

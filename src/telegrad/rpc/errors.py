@@ -1,0 +1,62 @@
+"""Every error that telegrad's calls raise by themselves.
+
+All derive from `TelegradError`, which is a `RuntimeError`: code written for torch RPC catches it.
+Errors raised by a remote *function* keep their own type; these are for what telegrad has to say.
+"""
+
+from __future__ import annotations
+
+
+class TelegradError(RuntimeError):
+    """Something that telegrad itself has to report."""
+
+
+class NotInitialized(TelegradError):
+    """A call was made before `init_rpc`, or after `shutdown`."""
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(
+            message
+            or "RPC has not been initialized. Current RPC agent is not set! Did you initialize "
+            "the RPC framework? Call telegrad.rpc.init_rpc(...) first."
+        )
+
+
+class RendezvousError(TelegradError):
+    """The workers of a job could not agree on who they are."""
+
+
+class UnknownWorker(TelegradError):
+    """A call names a worker that is not in the job."""
+
+
+class CallTimeout(TelegradError, TimeoutError):
+    """A call did not end in its time."""
+
+
+class WorkerLost(TelegradError, ConnectionError):
+    """The worker that an operation depended on is gone."""
+
+
+class JobClosed(TelegradError):
+    """This worker shut down while the operation was under way."""
+
+
+class ReferenceLost(TelegradError):
+    """The value behind a reference cannot be had any more."""
+
+
+class RemoteError(TelegradError):
+    """A remote function failed with an error whose type cannot be rebuilt here."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a remote error; it is the `__cause__` of the error that is raised here."""
+
+    def __init__(self, worker: str, text: str) -> None:
+        super().__init__(worker, text)
+        self.worker = worker
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"on worker {self.worker!r}:\n\n{self.text}"

@@ -1,0 +1,59 @@
+"""The future of a call: a `torch.futures.Future` that reads its own reply."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from telegrad.rpc.calls import Pending
+from telegrad.rpc.node import Node
+
+
+class CallFuture(torch.futures.Future[Any]):
+    """What `rpc_async` returns.
+
+    It is a `torch.futures.Future`, works with `then`, `add_done_callback`, `torch.futures.wait_all`
+    and `collect_all`, and can be awaited in a coroutine. A thread that waits for it reads the reply
+    itself, without another thread in between.
+    """
+
+    _pending: Pending
+    _node: Node
+
+    def wait(self) -> Any:
+        pending = self._pending
+        if not self.done():
+            self._node.transport.wait(pending)
+            pending.complete()
+        return super().wait()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Any] = loop.create_future()
+
+        def done(_: torch.futures.Future[Any]) -> None:
+            loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+
+        self.add_done_callback(done)
+        yield from waiter.__await__()
+        return self.wait()
+
+
+def begin_async(node: Node, *call: Any) -> CallFuture:
+    """Begin `node.call(*call)` and give its future."""
+    future = CallFuture()
+
+    def settle(pending: Pending) -> None:
+        try:
+            value = node.outcome(pending)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    future._node = node
+    future._pending = node.call(*call, on_settled=settle)
+    return future

@@ -1,0 +1,193 @@
+"""The callee's end of a link: requests come in, replies go back.
+
+The thread that reads a request runs it. Such a *leader* saves the hand-over to another thread, which
+costs more than most requests. Three things make it let go, so that nobody waits behind a request:
+
+- The request starts to wait for something (a nested call, a value): another thread takes over the
+  reading before it does.
+- The watch sees it run for longer than a tick. The function is remembered as slow, and from then on
+  another thread takes over before it starts.
+- The link is idle for a while: the watch looks after it until the next request.
+
+A leader is known by its token. Reading belongs to the token in `_leader`; whoever takes over puts a
+new one there, and the old leader, when its request is done, sees that and goes home.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from telegrad.rpc.members import Member
+from telegrad.rpc.node import Reply, report_background_error
+from telegrad.rpc.watch import READABLE
+from telegrad.wire.errors import CodecError
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.link import Link, LinkBroken, LinkClosed
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+
+IDLE_TIMEOUT = 0.5
+PATIENCE = 5.0
+
+
+class Incoming:
+    """Calls from one other worker to this one."""
+
+    def __init__(self, agent: Agent, member: Member, session: str, link: Link) -> None:
+        self.agent = agent
+        self.member = member
+        self.session = session
+        self.link = link
+        self.gone = False
+        self._lock = threading.Lock()
+        self._leader: object | None = None
+        self._turn = 0
+        self._seen_turn = 0
+        self._function: object | None = None
+        link.stream.set_receive_timeout(IDLE_TIMEOUT)
+        self._descriptor = link.stream.fileno()
+
+    def start(self) -> None:
+        self.agent.threads.run(self._lead)
+
+    # Leading.
+
+    def _lead(self) -> None:
+        me = self._leader = object()
+        local = self.agent.local
+        while self._leader is me:
+            try:
+                frame = self.link.receive()
+            except (LinkBroken, LinkClosed) as error:
+                with self.agent.silence:
+                    self._leader = None
+                    self.agent.silence.notify_all()
+                self.agent.incoming_broke(self, str(error))
+                return
+            except CodecError as error:
+                self._leader = None
+                self.agent.lose(self.member.info.id, f"it sent what cannot be read ({error})")
+                return
+            if frame is None:
+                if self._park():
+                    return
+                continue
+            if frame.kind == Kind.LEAVING:
+                self.agent.leave(self.member.info.id)
+                return
+            self._turn += 1
+            if self.agent.watch.sleeping:
+                self.agent.watch.poke()
+            local.incoming, local.token = self, me
+            try:
+                self._serve(frame, me)
+            finally:
+                local.incoming = None
+            with self._lock:
+                if self._leader is me:
+                    self._turn += 1
+        self._flush()
+
+    def _serve(self, frame: Frame, me: object) -> None:
+        reply = self.agent.node.serve(self.member.info.id, frame)
+        if reply is not None:
+            later = self._leader is me and self.link.has_frame()
+            self.reply(frame.call_id, reply, later)
+        elif not self.link.has_frame():
+            self._flush()
+
+    def reply(self, call_id: int, reply: Reply, later: bool = False) -> None:
+        packed = reply.packed
+        try:
+            self.link.send(
+                reply.kind, call_id, packed.meta, packed.buffers, reply.note, packed.tensors, later
+            )
+        except LinkClosed:
+            return
+        except Exception:
+            report_background_error(f"a reply to worker {self.member.info.name!r}")
+
+    def _flush(self) -> None:
+        if self.link.has_unwritten:
+            self.link.flush()
+
+    # Handing over.
+
+    def about_to_block(self, token: object) -> None:
+        self._flush()
+        if self._leader is token:
+            self._hand_over(token)
+
+    def about_to_run(self, token: object, function: object) -> None:
+        if self._leader is token:
+            if function in self.agent.slow_functions:
+                self._flush()
+                self._hand_over(token)
+            else:
+                self._function = function
+
+    def _hand_over(self, token: object | None) -> bool:
+        with self._lock:
+            if token is None or self._leader is not token or self.gone:
+                return False
+            self._leader = None
+            self._turn += 1
+        self.agent.threads.run(self._lead)
+        return True
+
+    def _park(self) -> bool:
+        """Leave an idle link to the watch."""
+        with self._lock:
+            if self.gone:
+                return True
+            if self.link.has_bytes():
+                return False
+            self._leader = None
+        self.agent.watch.register(self._descriptor, self._noticed, READABLE)
+        return True
+
+    def _noticed(self, events: int) -> None:
+        self.agent.watch.forget(self._descriptor)
+        if not self.gone:
+            self.agent.threads.run(self._lead)
+
+    def tick(self) -> bool:
+        """The watch looks in. Whether anything runs or is left unwritten."""
+        turn = self._turn
+        running = bool(turn & 1)
+        if running and turn == self._seen_turn:
+            function = self._function
+            if self._hand_over(self._leader) and function is not None:
+                self.agent.slow_functions.add(function)
+        self._seen_turn = turn
+        if self.link.has_unwritten:
+            self.agent.threads.run(self.link.flush)
+        return running
+
+    # Breaking and ending.
+
+    def await_silence(self) -> None:
+        """The caller comes back over a new connection: give the old one up, if we had not yet.
+
+        A leader that runs a request is silent too: it comes back to whatever stream is there then.
+        """
+        self.link.mark_broken()
+        with self.agent.silence:
+            self.agent.silence.wait_for(
+                lambda: self._leader is None or self._turn & 1 or self.gone, PATIENCE
+            )
+
+    def resumed(self) -> None:
+        self.link.stream.set_receive_timeout(IDLE_TIMEOUT)
+        self._descriptor = self.link.stream.fileno()
+        with self._lock:
+            leaderless = self._leader is None
+        if leaderless:
+            self.start()
+
+    def end(self) -> None:
+        self.gone = True
+        self.agent.watch.forget(self._descriptor)
+        self.link.close()

@@ -1,0 +1,282 @@
+"""How two workers meet: connect, prove the job's key to each other, share memory.
+
+The handshake itself is a core (`wire/handshake.py`); here it is driven over sockets, with a time
+limit, and before it is done nothing of the other side's words is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from telegrad.rpc.members import Member
+from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.address import (
+    Address,
+    TcpAddress,
+    UnixAddress,
+    Unreachable,
+    bound,
+    connect,
+    listen,
+    parse_address,
+    prepare,
+)
+from telegrad.wire.arena import Arena, ArenaView
+from telegrad.wire.handshake import (
+    Answer,
+    ClientHandshake,
+    HandshakeError,
+    Hello,
+    Refuse,
+    ServerHandshake,
+    refuse_other_build,
+)
+from telegrad.wire.keys import JobKey, tls_contexts
+from telegrad.wire.stream import PlainStream, Stream
+from telegrad.wire.tls import TlsStream
+
+PROTOCOL = 1
+PATIENCE = 5.0
+ARENA_BYTES = 1 << 30
+
+
+@dataclass
+class Meeting:
+    """What a worker needs in order to be met and to meet others."""
+
+    key: JobKey
+    job: str
+    incarnation: int
+    host: str
+    listeners: list[socket.socket] = field(default_factory=list)
+    addresses: list[Address] = field(default_factory=list)
+    arena_bytes: int = ARENA_BYTES
+    _tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
+
+    def listen(self, address: Address) -> None:
+        listener = listen(address)
+        self.listeners.append(listener)
+        self.addresses.append(bound(address, listener))
+
+    def address_of(self, listener: socket.socket) -> Address:
+        return self.addresses[self.listeners.index(listener)]
+
+    def tls(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        if self._tls is None:
+            self._tls = tls_contexts(self.key)
+        return self._tls
+
+    def close(self) -> None:
+        for listener, address in zip(self.listeners, self.addresses, strict=True):
+            listener.close()
+            if isinstance(address, UnixAddress):
+                with contextlib.suppress(OSError):
+                    os.unlink(address.path)
+                with contextlib.suppress(OSError):
+                    Path(address.path).parent.rmdir()
+        self.listeners.clear()
+        self.addresses.clear()
+
+
+@dataclass
+class Connected:
+    """A connection after its handshake."""
+
+    stream: Stream
+    arena: Arena | None
+    view: ArenaView | None
+    freed: deque[int]
+
+
+@dataclass
+class Visit(Connected):
+    peer_has_seen: int
+
+
+@dataclass
+class Visitor(Connected):
+    hello: Hello
+
+
+def meet(
+    meeting: Meeting, me: WorkerInfo, member: Member, session: str, seen: int, purpose: str
+) -> Visit:
+    """Connect to a worker. Raises `Unreachable`, `HandshakeError` or another `OSError`."""
+    address = _choose(meeting, member)
+    sock = connect(address, PATIENCE)
+    hello = Hello(
+        worker=me.name,
+        worker_id=me.id,
+        incarnation=meeting.incarnation,
+        job=meeting.job,
+        to=member.info.name,
+        session=session,
+        resume_at=seen,
+        torch=str(torch.__version__),
+        protocol=PROTOCOL,
+        purpose=purpose,
+    )
+    try:
+        whom = f"worker {member.info.name!r} at {address}"
+        sock.settimeout(PATIENCE)
+        channel = _open_channel(sock, address, meeting, server_side=False, peer=whom)
+        handshake = ClientHandshake(bytes(meeting.key), hello, whom)
+        _shake_hands(channel, handshake)
+        assert handshake.peer is not None
+        if handshake.peer.incarnation != member.incarnation:
+            raise HandshakeError(f"{whom} is another incarnation than the one that joined")
+        shared = (None, None, deque[int]())
+        if purpose == "calls" and isinstance(address, UnixAddress):
+            shared = _share_memory(sock, meeting.arena_bytes)
+        return Visit(channel.stream(), *shared, handshake.peer.resume_at)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def greet(
+    meeting: Meeting,
+    me: WorkerInfo,
+    sock: socket.socket,
+    listener: socket.socket,
+    admit: Callable[[Hello], Refuse | int],
+) -> Visitor:
+    """Let a visitor prove the key and say who it is."""
+    address = meeting.address_of(listener)
+    sock.settimeout(PATIENCE)
+    prepare(sock)
+
+    def answer(hello: Hello) -> Answer | Refuse:
+        if hello.job != meeting.job:
+            return Refuse(f"worker {me.name!r} belongs to another job")
+        refused = refuse_other_build(hello, protocol=PROTOCOL, torch=str(torch.__version__))
+        if refused is not None:
+            return refused
+        admitted = admit(hello)
+        if isinstance(admitted, Refuse):
+            return admitted
+        return Answer(
+            worker=me.name,
+            worker_id=me.id,
+            incarnation=meeting.incarnation,
+            session=hello.session,
+            resume_at=admitted,
+            torch=str(torch.__version__),
+            protocol=PROTOCOL,
+        )
+
+    channel = _open_channel(sock, address, meeting, server_side=True, peer="a visitor")
+    handshake = ServerHandshake(bytes(meeting.key), answer, "a visitor")
+    _shake_hands(channel, handshake)
+    assert handshake.peer is not None
+    shared = (None, None, deque[int]())
+    if handshake.peer.purpose == "calls" and isinstance(address, UnixAddress):
+        shared = _share_memory(sock, meeting.arena_bytes)
+    return Visitor(channel.stream(), *shared, handshake.peer)
+
+
+def _choose(meeting: Meeting, member: Member) -> Address:
+    """The nearest address of a worker."""
+    addresses = [parse_address(text) for text in member.addresses]
+    for address in addresses:
+        if isinstance(address, UnixAddress) and member.host == meeting.host:
+            return address
+    for address in addresses:
+        if isinstance(address, TcpAddress):
+            return address
+    raise Unreachable(
+        f"worker {member.info.name!r} is on another host and listens on this host's Unix socket "
+        "only. For a job on several hosts give every worker the same key (TELEGRAD_KEY_FILE) and "
+        "an address to listen at (init_rpc(..., host=) or TELEGRAD_HOST)"
+    )
+
+
+class _Channel:
+    """A socket during its handshake: whole reads and writes within a time limit."""
+
+    def __init__(self, sock: socket.socket, tls: TlsStream | None) -> None:
+        self._socket = sock
+        self._tls = tls
+        if tls is not None:
+            tls.set_receive_timeout(PATIENCE)
+
+    def read(self, count: int) -> bytes:
+        if self._tls is None:
+            return self._socket.recv(count)
+        buffer = bytearray(count)
+        got = self._tls.recv_into(memoryview(buffer))
+        if got < 0:
+            raise TimeoutError("the handshake took too long")
+        return bytes(buffer[:got])
+
+    def write(self, data: bytes) -> None:
+        if self._tls is None:
+            self._socket.sendall(data)
+            return
+        rest = memoryview(data)
+        while rest:
+            sent = self._tls.try_send([rest])
+            rest = rest[sent:]
+            if rest and not self._tls.wait_writable(PATIENCE):
+                raise TimeoutError("the handshake took too long")
+
+    def stream(self) -> Stream:
+        if self._tls is not None:
+            self._tls.set_receive_timeout(None)
+            return self._tls
+        return PlainStream(self._socket)
+
+
+def _open_channel(
+    sock: socket.socket, address: Address, meeting: Meeting, *, server_side: bool, peer: str
+) -> _Channel:
+    if not (isinstance(address, TcpAddress) and address.tls):
+        return _Channel(sock, None)
+    context = meeting.tls()[0 if server_side else 1]
+    return _Channel(
+        sock, TlsStream(sock, context, server_side=server_side, timeout=PATIENCE, peer=peer)
+    )
+
+
+def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> None:
+    if end.opening:
+        channel.write(end.opening)
+    while not end.done:
+        try:
+            reply = end.receive(channel.read(end.needed))
+        except HandshakeError as error:
+            if error.last_words:
+                with contextlib.suppress(OSError):
+                    channel.write(error.last_words)
+            raise
+        except TimeoutError:
+            raise HandshakeError("the other end did not finish the handshake in time") from None
+        if reply:
+            channel.write(reply)
+
+
+def _share_memory(
+    sock: socket.socket, size: int
+) -> tuple[Arena | None, ArenaView | None, deque[int]]:
+    """Give each other the descriptor of the memory that large tensors will travel in."""
+    arena = Arena(size)
+    socket.send_fds(sock, [b"M"], [arena.fd])
+    _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+    if not descriptors:
+        raise HandshakeError("the other end left before it shared its memory")
+    freed: deque[int] = deque()
+    try:
+        view = ArenaView(descriptors[0], freed.append)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return arena, view, freed

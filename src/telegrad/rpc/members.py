@@ -1,0 +1,100 @@
+"""Who is in the job: names, ids, incarnations and addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from telegrad.rpc.errors import UnknownWorker
+from telegrad.rpc.worker import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker as the others can reach it.
+
+    The incarnation is a random number made when a process joins: a worker that was restarted under
+    its old name is another incarnation, and what the old one still sends is refused.
+    """
+
+    info: WorkerInfo
+    incarnation: int
+    addresses: tuple[str, ...] = ()
+    host: str = ""
+    pid: int = 0
+
+
+class Members:
+    """The workers that this one knows of.
+
+    In a job without a world size, workers come later: `look_up` asks the rendezvous for one that is
+    not known yet, by name or id.
+    """
+
+    def __init__(
+        self,
+        members: list[Member],
+        look_up: Callable[[str | int], Member | None] | None = None,
+    ) -> None:
+        self._by_name: dict[str, WorkerInfo] = {}
+        self._by_id: dict[int, Member] = {}
+        self._look_up = look_up
+        for member in members:
+            self.add(member)
+
+    def add(self, member: Member) -> None:
+        self._by_name[member.info.name] = member.info
+        self._by_id[member.info.id] = member
+
+    def remove(self, worker: int) -> None:
+        member = self._by_id.pop(worker, None)
+        if member is not None and self._by_name.get(member.info.name) == member.info:
+            del self._by_name[member.info.name]
+
+    def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
+        """The worker that a caller means by a name, an id, or a `WorkerInfo`."""
+        if type(to) is str:
+            info = self._by_name.get(to)
+            if info is not None:
+                return info
+            return self._search(to)
+        if isinstance(to, WorkerInfo):
+            member = self._by_id.get(to.id)
+            if member is not None and member.info == to:
+                return to
+            return self._search(to.name)
+        if isinstance(to, bool) or not isinstance(to, int):
+            raise ValueError(
+                f"Cannot get worker info for {to!r}: name a worker by its name (str), "
+                f"its rank (int) or a WorkerInfo, not by {type(to).__name__}."
+            )
+        member = self._by_id.get(to)
+        return member.info if member is not None else self._search(to)
+
+    def _search(self, to: str | int) -> WorkerInfo:
+        member = self._look_up(to) if self._look_up is not None else None
+        if member is None:
+            known = ", ".join(f"{m.info.name} ({m.info.id})" for m in self.members())
+            raise UnknownWorker(
+                f"could not find destination {to!r}: no such worker in this job. "
+                f"Its workers are: {known}."
+            )
+        self.add(member)
+        return member.info
+
+    def member(self, worker: int) -> Member:
+        member = self._by_id.get(worker)
+        if member is None:
+            self._search(worker)
+            member = self._by_id[worker]
+        return member
+
+    def name(self, worker: int) -> str:
+        member = self._by_id.get(worker)
+        return member.info.name if member is not None else f"#{worker}"
+
+    def members(self) -> list[Member]:
+        return [self._by_id[worker] for worker in sorted(self._by_id)]
+
+    def infos(self) -> list[WorkerInfo]:
+        return [member.info for member in self.members()]

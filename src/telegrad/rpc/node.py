@@ -1,0 +1,483 @@
+"""One worker: it makes calls, runs the calls of others, and keeps what they refer to.
+
+A node knows its transport and its runtime only by their interfaces: `agent.py` gives it sockets and
+threads, `telegrad.testing` a simulated network. Nothing here blocks but through them.
+
+A request is run by the thread that the transport brings it on. It ends in one of three ways: with a
+`Reply` that the transport sends at once; later, when a future, a coroutine or a value that is still
+being made is ready; or, for posts, without an answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from telegrad.rpc.calls import Calls, Pending
+from telegrad.rpc.closing import CLOSING
+from telegrad.rpc.coroutines import Coroutines
+from telegrad.rpc.crossing import Crossing, NoCrossing, Scope
+from telegrad.rpc.errors import (
+    JobClosed,
+    NotInitialized,
+    RemoteError,
+    RemoteTraceback,
+    TelegradError,
+    WorkerLost,
+)
+from telegrad.rpc.members import Members
+from telegrad.rpc.results import Later, as_result
+from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.values import Values
+from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.codec import Packed, Trust, pack, unpack
+from telegrad.wire.errors import CodecError
+from telegrad.wire.frames import Frame, Kind
+
+DEFAULT_TIMEOUT = 60.0
+
+
+class Counter:
+    """A number that many threads count up."""
+
+    __slots__ = ("_lock", "value")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.value = 0
+
+    def add(self) -> None:
+        with self._lock:
+            self.value += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What goes back for a request."""
+
+    kind: Kind
+    packed: Packed
+    note: bytes = b""
+
+
+class Passage:
+    """To or from whom a message goes; what codec extensions are told."""
+
+    __slots__ = ("node", "worker")
+
+    def __init__(self, node: Node, worker: int) -> None:
+        self.node = node
+        self.worker = worker
+
+
+class Transport(Protocol):
+    """How frames leave, and how a thread waits for one."""
+
+    def call(self, pending: Pending, packed: Packed, note: bytes) -> None: ...
+    def reply(self, to: int, call_id: int, reply: Reply) -> None: ...
+    def post(self, to: int, packed: Packed, note: bytes) -> None: ...
+    def wait(self, pending: Pending) -> None:
+        """Until the call is settled; its deadline settles it."""
+        ...
+
+    def attend(self, pending: Pending) -> None:
+        """Nobody may wait for this call: see to it that it is settled and completed all the same."""
+        ...
+
+    def starting(self, function: object) -> None:
+        """The calling thread is about to run a user function for a request."""
+        ...
+
+    def blocking(self) -> None:
+        """The calling thread is about to wait for something that other requests may bring."""
+        ...
+
+    def nudge(self) -> None:
+        """`Node.values` has deaths to bury: call `bury` soon. Safe in a garbage collection."""
+        ...
+
+    def lose(self, worker: int, reason: str) -> None:
+        """Somebody says that a worker is gone: be done with it."""
+        ...
+
+
+class Node:
+    """One worker's state and protocols, over any transport."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        members: Members,
+        runtime: Runtime,
+        *,
+        crossing: Crossing | None = None,
+        trust: Trust = Trust.CODE,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.info = info
+        self.members = members
+        self.runtime = runtime
+        self.crossing: Crossing = crossing or _default_crossing
+        self.trust = trust
+        self.timeout = timeout
+        self.calls = Calls()
+        self.services: dict[str, Any] = {}
+        self.transport: Transport
+        self.closed = False
+        self._passages: dict[int, Passage] = {}
+        self._topics: dict[str, Callable[[int, Any], object]] = {}
+        self._operations: dict[str, Callable[..., object]] = {}
+        self._lost_callbacks: list[Callable[[int, str], object]] = []
+        self._lost: dict[int, str] = {}
+        self.coroutines = Coroutines()
+        self._made = Counter()
+        self._finished = Counter()
+        self.values = Values(self)
+        for name, factory in _services.items():
+            self.services[name] = factory(self)
+
+    # Calling.
+
+    def call(
+        self,
+        to: WorkerInfo,
+        target: object,
+        args: tuple[object, ...] | list[object],
+        kwargs: dict[str, object] | None,
+        timeout: float | None = None,
+        on_settled: Callable[[Pending], None] | None = None,
+    ) -> Pending:
+        """Begin a call. `target` is a callable, or the name of one of the node's own operations.
+
+        `on_settled` runs once, on any thread that may run user code, when the outcome is there.
+        """
+        if self.closed:
+            raise NotInitialized()
+        worker = to.id
+        packed = self._pack((target, args, kwargs or {}), worker)
+        scope = self.crossing.current()
+        note = (
+            b"" if scope is None else self.crossing.leaving(self, worker, packed.tensors, scope)
+        )
+        pending = self.calls.begin(
+            to, target, self.timeout if timeout is None else timeout, self.runtime.now()
+        )
+        if target != CLOSING:
+            self._made.add()
+        if on_settled is not None:
+            pending.completion.append(lambda: on_settled(pending))
+        if worker in self._lost:
+            self._settle_lost(pending)
+        else:
+            self.transport.call(pending, packed, note)
+        return pending
+
+    def wait(self, pending: Pending) -> Any:
+        """The result of a call, or its error."""
+        if not pending.done:
+            self.transport.wait(pending)
+        return self.outcome(pending)
+
+    def request(self, to: WorkerInfo, operation: str, *args: object, timeout: float = 0) -> Any:
+        """Call one of the other node's own operations and wait for it."""
+        return self.wait(self.call(to, operation, args, None, timeout))
+
+    def outcome(self, pending: Pending) -> Any:
+        """Decode what settled the call: the result, or the error raised."""
+        if pending.error is not None:
+            raise pending.error
+        frame = pending.frame
+        assert frame is not None
+        value, _ = self._open(pending.callee.id, frame)
+        self.values.opened()
+        if frame.kind == Kind.ERROR:
+            raise _rebuild_error(value, self.trust)
+        return value
+
+    def discard(self, sender: int, frame: Frame) -> None:
+        """A reply that came too late: what it refers to must be let go all the same."""
+        try:
+            self._open(sender, frame)
+        except Exception:
+            return
+        finally:
+            self.values.opened()
+
+    def post(self, to: int, topic: str, payload: object, scope: Scope | None = None) -> None:
+        """Send a one-way message, handled once on the other side while both workers live."""
+        if self.closed or to in self._lost:
+            return
+        packed = self._pack((topic, payload), to)
+        note = b"" if scope is None else self.crossing.leaving(self, to, packed.tensors, scope)
+        self.transport.post(to, packed, note)
+
+    def on_post(self, topic: str, handler: Callable[[int, Any], object]) -> None:
+        self._topics[topic] = handler
+
+    def on_operation(self, name: str, handler: Callable[..., object]) -> None:
+        """Let others call `handler(sender, *args)` by name."""
+        self._operations[name] = handler
+
+    def on_lost(self, callback: Callable[[int, str], object]) -> None:
+        self._lost_callbacks.append(callback)
+
+    @property
+    def calls_made(self) -> int:
+        """Calls that this worker began, but for those that end the job."""
+        return self._made.value
+
+    @property
+    def calls_finished(self) -> int:
+        """Calls of others (and its own to itself) that this worker has run to their end."""
+        return self._finished.value
+
+    def lost_workers(self) -> dict[int, str]:
+        """The workers that are gone, each with the reason."""
+        return dict(self._lost)
+
+    # Serving.
+
+    def serve(self, sender: int, frame: Frame) -> Reply | None:
+        """Run a request on this thread. None: the answer comes later, or there is none."""
+        if frame.kind == Kind.POST:
+            self._serve_post(sender, frame)
+            return None
+        try:
+            request, scope = self._open(sender, frame)
+            target, args, kwargs = request
+        except BaseException as error:
+            self._finished.add()
+            return self._failure(error)
+        if scope is None:
+            return self._run(sender, frame.call_id, target, args, kwargs, None)
+        with self.crossing.enter(self, scope):
+            return self._run(sender, frame.call_id, target, args, kwargs, scope)
+
+    def _run(
+        self, sender: int, call_id: int, target: Any, args: Any, kwargs: Any, scope: Scope | None
+    ) -> Reply | None:
+        try:
+            if type(target) is str:
+                result = self._operation(target)(sender, *args)
+            else:
+                self.values.await_confirmed()
+                self.transport.starting(target)
+                result = as_result(self.coroutines, target, target(*args, **kwargs))
+            if type(result) is Later:
+                self._reply_later(sender, call_id, result, scope, target)
+                return None
+            reply = self._success(sender, result, scope)
+        except BaseException as error:
+            reply = self._failure(error)
+        self._finished.add()
+        return reply
+
+    def _reply_later(
+        self, to: int, call_id: int, later: Later, scope: Scope | None, target: object
+    ) -> None:
+        def finish(value: object, error: BaseException | None) -> None:
+            if error is None:
+                try:
+                    reply = self._success(to, value, scope)
+                except BaseException as problem:
+                    reply = self._failure(problem)
+            else:
+                reply = self._failure(error)
+            if target != CLOSING:
+                self._finished.add()
+            self.transport.reply(to, call_id, reply)
+
+        later.subscribe(finish)
+
+    def _serve_post(self, sender: int, frame: Frame) -> None:
+        try:
+            (topic, payload), scope = self._open(sender, frame)
+            handler = self._topics.get(topic)
+            if handler is None:
+                raise CodecError(f"a post for the unknown topic {topic!r} came from {sender}")
+            if scope is None:
+                handler(sender, payload)
+            else:
+                with self.crossing.enter(self, scope):
+                    handler(sender, payload)
+        except Exception:
+            report_background_error(f"a message from worker {self.members.name(sender)!r}")
+
+    def _operation(self, name: str) -> Callable[..., object]:
+        operation = self._operations.get(name)
+        if operation is None:
+            raise TelegradError(f"worker {self.info.name!r} knows no operation {name!r}")
+        return operation
+
+    def _success(self, to: int, value: object, scope: Scope | None) -> Reply:
+        packed = self._pack(value, to)
+        if scope is None:
+            return Reply(Kind.REPLY, packed)
+        note = self.crossing.leaving(self, to, packed.tensors, scope)
+        return Reply(Kind.REPLY, packed, note)
+
+    def _failure(self, error: BaseException) -> Reply:
+        return Reply(Kind.ERROR, pack(_describe_error(self.info.name, error, self.trust)))
+
+    # Packing: references that leave in a message that never leaves must be taken back.
+
+    def passage(self, worker: int) -> Passage:
+        passage = self._passages.get(worker)
+        if passage is None:
+            passage = self._passages.setdefault(worker, Passage(self, worker))
+        return passage
+
+    def _pack(self, value: object, to: int) -> Packed:
+        try:
+            return pack(value, self.passage(to), self.trust)
+        except BaseException:
+            self.values.take_back()
+            raise
+        finally:
+            self.values.packed()
+
+    def _open(self, sender: int, frame: Frame) -> tuple[Any, Scope | None]:
+        if not frame.note:
+            return unpack(frame.meta, frame.buffers, self.passage(sender), self.trust), None
+        scopes: list[Scope | None] = []
+
+        def arrive(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            tensors, scope = self.crossing.arriving(self, sender, frame.note, tensors)
+            scopes.append(scope)
+            return tensors
+
+        value = unpack(
+            frame.meta, frame.buffers, self.passage(sender), self.trust, arrive=arrive
+        )
+        return value, scopes[0]
+
+    # Endings.
+
+    def worker_lost(self, worker: int, reason: str) -> list[Pending]:
+        """A worker is gone: settle what waits for it and tell the layers above, once."""
+        if worker in self._lost or self.closed:
+            return []
+        self._lost[worker] = reason
+        name = self.members.name(worker)
+        failed = self.calls.fail(worker, WorkerLost(f"Worker {name!r} is gone: {reason}."))
+        self.values.worker_lost(worker, reason)
+        for callback in list(self._lost_callbacks):
+            try:
+                callback(worker, reason)
+            except Exception:
+                report_background_error(f"a callback on the loss of worker {name!r}")
+        return failed
+
+    def is_lost(self, worker: int) -> bool:
+        return worker in self._lost
+
+    def _settle_lost(self, pending: Pending) -> None:
+        reason = self._lost[pending.callee.id]
+        self.calls.fail(
+            pending.callee.id, WorkerLost(f"Worker {pending.callee.name!r} is gone: {reason}.")
+        )
+        pending.complete()
+
+    def close(self) -> list[Pending]:
+        """End everything at once; returns the calls that this cut off."""
+        self.closed = True
+        cut = self.calls.fail(
+            None, JobClosed(f"Worker {self.info.name!r} shut down before the answer came.")
+        )
+        self.coroutines.close()
+        return cut
+
+
+def _describe_error(worker: str, error: BaseException, trust: Trust) -> dict[str, object]:
+    """An error as data: what a caller can always read, and the object itself where it can travel."""
+    kind = type(error)
+    blob: bytes | None = None
+    try:
+        packed = pack(error, None, trust)
+        if not packed.buffers:
+            blob = packed.meta
+    except Exception:
+        blob = None
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message could not be read)"
+    return {
+        "worker": worker,
+        "type": f"{kind.__module__}.{kind.__qualname__}",
+        "message": message,
+        "traceback": "".join(traceback.format_exception(error)),
+        "error": blob,
+    }
+
+
+def _rebuild_error(data: dict[str, Any], trust: Trust) -> BaseException:
+    error: BaseException | None = None
+    if data["error"] is not None:
+        try:
+            rebuilt = unpack(data["error"], [], None, trust)
+            if isinstance(rebuilt, Exception):
+                error = rebuilt
+        except Exception:
+            error = None
+    if error is None:
+        error = RemoteError(
+            f"A call failed on worker {data['worker']!r}. Original exception on remote side was "
+            f"{data['type']}: {data['message']}"
+        )
+    error.__cause__ = RemoteTraceback(data["worker"], data["traceback"])
+    return error
+
+
+def report_background_error(where: str) -> None:
+    """Print an error that no caller waits for; it must not vanish."""
+    import sys
+
+    print(f"telegrad: an error in {where}:", file=sys.stderr)
+    traceback.print_exc()
+
+
+# The node of this process, or of the calling thread under the simulator.
+
+_services: dict[str, Callable[[Node], object]] = {}
+_default_crossing: Crossing = NoCrossing()
+_local = threading.local()
+_process_node: Node | None = None
+
+
+def register_layer(
+    name: str, service: Callable[[Node], object], crossing: Crossing | None = None
+) -> None:
+    """A layer above adds its part to every node made from now on."""
+    global _default_crossing
+    _services[name] = service
+    if crossing is not None:
+        _default_crossing = crossing
+
+
+def current_node() -> Node:
+    node: Node | None = getattr(_local, "node", None) or _process_node
+    if node is None:
+        raise NotInitialized()
+    return node
+
+
+def find_node() -> Node | None:
+    return getattr(_local, "node", None) or _process_node
+
+
+def set_process_node(node: Node | None) -> None:
+    global _process_node
+    _process_node = node
+
+
+def set_thread_node(node: Node | None) -> None:
+    """Let the calling thread be (a thread of) that worker: several workers in one process."""
+    _local.node = node
+
+

@@ -1,0 +1,264 @@
+"""The caller's end of a link: requests leave, replies come back.
+
+There is no reading thread. Of the threads that wait for replies one *reads*: it takes what comes,
+gives each reply to its call, and when its own is there hands the reading on to another that waits.
+So the usual call, one thread that asks and waits, has no hand-over between threads at all. Replies
+for which nobody waits (futures) are noticed by the watch, which lends a thread to read them.
+
+The rules that make this safe:
+- `_reading` is set and cleared under `_roles`; who finds it clear and wants a reply sets it.
+- Who gives the role up either passes it to a waiter that is not settled (the *heir*), or clears it,
+  in one step under `_roles`: a waiter that registered before that step is found, one that comes
+  after finds the role free. An heir whose call is settled meanwhile gives the role up in turn.
+- Futures are completed (which runs user code) only after the role was given up.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+from typing import TYPE_CHECKING
+
+from telegrad.rpc.calls import Pending
+from telegrad.rpc.members import Member
+from telegrad.rpc.watch import ENDED, READABLE
+from telegrad.wire.codec import Packed
+from telegrad.wire.errors import CodecError
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.link import Link, LinkBroken
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+
+RECEIVE_TIMEOUT = 0.05
+MAX_CALLS_IN_FLIGHT = 8192
+
+
+class Outgoing:
+    """Calls from this worker to one other."""
+
+    def __init__(self, agent: Agent, member: Member, session: str, link: Link) -> None:
+        self.agent = agent
+        self.member = member
+        self.session = session
+        self.link = link
+        self.gone = False
+        self._roles = threading.Lock()
+        self._reading = False
+        self._waiters: dict[int, Pending] = {}
+        self._heir: Pending | None = None
+        self._armed = False
+        self._completed: list[Pending] = []
+        link.while_blocked = self._read_while_blocked
+        self._adopt_stream()
+
+    def _adopt_stream(self) -> None:
+        self.link.stream.set_receive_timeout(RECEIVE_TIMEOUT)
+        self._descriptor = self.link.stream.fileno()
+        self.agent.watch.register(self._descriptor, self._noticed, ENDED)
+
+    # Waiting and reading.
+
+    def wait(self, pending: Pending) -> None:
+        """Return when the call is settled."""
+        with self._roles:
+            if pending.done:
+                return
+            reads = not self._reading
+            if reads:
+                self._reading = True
+            else:
+                latch = pending.latch = threading.Lock()
+                latch.acquire()
+                self._waiters[pending.call_id] = pending
+        if not reads and not self._await_turn(pending):
+            return
+        if self._armed:
+            self._disarm()
+        self._read_until(pending)
+
+    def _await_turn(self, pending: Pending) -> bool:
+        """Wait until the call is settled or the reading role is ours. True: read on."""
+        latch = pending.latch
+        assert latch is not None
+        now = self.agent.node.runtime.now
+        while not pending.done and self._heir is not pending:
+            remaining = pending.deadline - now()
+            if remaining <= 0:
+                self.agent.node.calls.expire_one(pending)
+            else:
+                latch.acquire(timeout=min(remaining, 3600.0))
+        with self._roles:
+            self._waiters.pop(pending.call_id, None)
+            heir = self._heir is pending
+            if heir:
+                self._heir = None
+        if heir and pending.done:
+            self._give_up_reading()
+            return False
+        return heir
+
+    def _read_until(self, pending: Pending) -> None:
+        now = self.agent.node.runtime.now
+        link = self.link
+        try:
+            while not pending.done:
+                if self._receive(link) is None and pending.deadline <= now():
+                    self.agent.node.calls.expire_one(pending)
+                if self._completed and not pending.done and not link.has_frame():
+                    self.agent.complete_elsewhere(self._take_completed())
+            while link.has_frame():
+                self._receive(link)
+        finally:
+            self._give_up_reading()
+
+    def _take_completed(self) -> list[Pending]:
+        completed, self._completed = self._completed, []
+        return completed
+
+    def _receive(self, link: Link) -> Frame | None:
+        """Take one frame and give it to its call. The reader sees breaks, and mends them."""
+        try:
+            frame = link.receive()
+        except LinkBroken as error:
+            self.agent.mend(self, str(error))
+            return None
+        except CodecError as error:
+            self.agent.lose(self.member.info.id, f"it sent what cannot be read ({error})")
+            return None
+        if frame is None:
+            return None
+        if frame.kind == Kind.LEAVING:
+            self.agent.leave(self.member.info.id)
+            return frame
+        node = self.agent.node
+        pending = node.calls.take(self.member.info.id, frame.call_id)
+        if pending is None:
+            late = frame
+            self.agent.threads.run(lambda: node.discard(self.member.info.id, late))
+        else:
+            pending.settle(frame)
+            if pending.completion:
+                self._completed.append(pending)
+        return frame
+
+    def _give_up_reading(self) -> None:
+        with self._roles:
+            completed = self._take_completed() if self._completed else ()
+            handed_on = False
+            while self._waiters:
+                _, waiter = self._waiters.popitem()
+                if not waiter.done:
+                    self._heir = waiter
+                    waiter.wake()
+                    handed_on = True
+                    break
+            self._reading = handed_on
+        if not handed_on and self.agent.node.calls.in_flight(self.member.info.id):
+            self.arm()
+        for pending in completed:
+            pending.complete()
+
+    def _read_while_blocked(self) -> None:
+        """A writer finds the stream full: read replies, or two full streams wait for each other."""
+        with self._roles:
+            reads = not self._reading
+            if reads:
+                self._reading = True
+        if not reads:
+            self.link.stream.wait_writable(0.05)
+            return
+        try:
+            poll = select.poll()
+            poll.register(self.link.stream.fileno(), select.POLLIN | select.POLLOUT)
+            events = poll.poll(100)
+            if self.link.has_frame() or any(event & ~select.POLLOUT for _, event in events):
+                self._receive(self.link)
+        finally:
+            self._give_up_reading()
+
+    # What the watch notices.
+
+    def arm(self) -> None:
+        if not self._armed and not self.gone:
+            self._armed = True
+            self.agent.watch.look_for(self._descriptor, READABLE)
+
+    def _disarm(self) -> None:
+        self._armed = False
+        self.agent.watch.look_for(self._descriptor, ENDED)
+
+    def _noticed(self, events: int) -> None:
+        self._armed = False
+        if not self.gone:
+            self.agent.threads.run(self._read_for_others)
+
+    def _read_for_others(self) -> None:
+        """Read replies for which nobody waits, as long as any is in flight."""
+        worker = self.member.info.id
+        while True:
+            with self._roles:
+                if self._reading or self.gone:
+                    return
+                self._reading = True
+            self._disarm()
+            try:
+                while not self.gone:
+                    frame = self._receive(self.link)
+                    if (frame is None or self._completed) and not self.link.has_frame():
+                        break
+            finally:
+                self._give_up_reading()
+            if not self.agent.node.calls.in_flight(worker):
+                return
+
+    # Sending.
+
+    def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
+        worker = self.member.info.id
+        in_flight = self.agent.node.calls.in_flight(worker)
+        if in_flight > MAX_CALLS_IN_FLIGHT and not self.agent.serving():
+            self._await_room(worker)
+        self.link.send(
+            Kind.CALL, pending.call_id, packed.meta, packed.buffers, note, packed.tensors
+        )
+
+    def post(self, packed: Packed, note: bytes) -> None:
+        self.link.send(Kind.POST, 0, packed.meta, packed.buffers, note, packed.tensors)
+
+    def attend(self) -> None:
+        """See to it that replies are read although nobody may wait for them."""
+        if not self._reading:
+            self.arm()
+
+    def _await_room(self, worker: int) -> None:
+        """Back-pressure: wait for the oldest call while too many are in flight.
+
+        Threads that serve a request are let through: were they held up, nested calls could wait
+        for each other.
+        """
+        calls = self.agent.node.calls
+        while calls.in_flight(worker) > MAX_CALLS_IN_FLIGHT:
+            oldest = calls.oldest(worker)
+            if oldest is None or self.gone:
+                return
+            self.wait(oldest)
+
+    # Breaking and ending.
+
+    def resumed(self) -> None:
+        self.agent.watch.forget(self._descriptor)
+        self._adopt_stream()
+        self._armed = False
+
+    def end(self) -> None:
+        """For good. The calls in flight have been settled by the node."""
+        self.gone = True
+        self.agent.watch.forget(self._descriptor)
+        self.link.close()
+
+    def wake_waiters(self) -> None:
+        with self._roles:
+            waiters = list(self._waiters.values())
+        for waiter in waiters:
+            waiter.wake()

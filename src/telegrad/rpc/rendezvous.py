@@ -1,0 +1,299 @@
+"""How the workers of a job find each other, through one of torch's own stores.
+
+The first worker (rank 0, or whoever comes first to a job without a world size) names the job; each
+writes down who it is and where it listens; with a world size, rank 0 checks the whole list and
+publishes it, so that every worker reads one entry and all agree, also on what is wrong.
+
+The store may be open to anyone, so nothing secret goes in: of the key only a fingerprint. A job
+that was given no key makes one, in a file that only this user can read on this host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from telegrad.rpc.errors import RendezvousError
+from telegrad.rpc.meeting import Meeting
+from telegrad.rpc.members import Member, Members
+from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.address import TcpAddress, UnixAddress, host_id, job_directory
+from telegrad.wire.keys import JobKey, key_from_environment, new_key
+
+LOOPBACK = ("127.", "localhost", "::1")
+
+
+def open_store(
+    init_method: str | None, rank: int | None, world_size: int | None, timeout: float
+) -> tuple[dist.Store, int, int | None]:
+    """The store that an address names, with the rank and world size that the address may know."""
+    url = init_method or "env://"
+    limit = timedelta(seconds=timeout)
+    given = {"rank": -1 if rank is None else rank}
+    if world_size is not None:
+        given["world_size"] = world_size
+    elif not url.startswith("env://") or "WORLD_SIZE" not in os.environ:
+        if rank is None and url.startswith("env://") and "RANK" in os.environ:
+            given["rank"] = int(os.environ["RANK"])
+        separator = "&" if "?" in url else "?"
+        url = f"{url}{separator}world_size=-1&rank={given.pop('rank')}"
+    store, found_rank, found_size = next(iter(rendezvous(url, timeout=limit, **given)))
+    store.set_timeout(limit)
+    return store, found_rank, found_size if found_size > 0 else None
+
+
+class Rendezvous:
+    """One worker's visit to the meeting place."""
+
+    def __init__(
+        self, store: dist.Store, name: str, rank: int | None, world_size: int | None, timeout: float
+    ) -> None:
+        self._timeout = timeout
+        self._world_size = world_size
+        store = dist.PrefixStore("telegrad", store)
+        if rank is None:
+            rank = store.add("ranks given out", 1) - 1
+        if world_size is not None:
+            if not 0 <= rank < world_size:
+                raise RendezvousError(
+                    f"worker {name!r} has rank {rank} in a job of {world_size}: ranks go from 0 "
+                    f"to {world_size - 1}"
+                )
+            # A worker that joins for the n-th time meets those that join for the n-th time.
+            store = dist.PrefixStore(str(store.add(f"visits of {rank}", 1)), store)
+        self._store = store
+        self.info = WorkerInfo(name, rank)
+        self.incarnation = secrets.randbits(63)
+
+    # The job and its key.
+
+    def prepare(self, key: JobKey | None, host: str | None, plaintext: bool) -> Meeting:
+        """Learn or make the job, then listen."""
+        key = key or key_from_environment()
+        first = (
+            self.info.id == 0
+            if self._world_size is not None
+            else self._claim("first worker", self.info.name)
+        )
+        if first:
+            job = secrets.token_hex(8)
+            if key is None:
+                key = new_key()
+                _write_key(job, key)
+                given = False
+            else:
+                given = True
+            self._put(
+                "job",
+                {
+                    "job": job,
+                    "key given": given,
+                    "fingerprint": _fingerprint(key, job),
+                    "world size": self._world_size,
+                },
+            )
+        else:
+            found = self._get("job", "the first worker of the job")
+            job = found["job"]
+            self._check_world_size(found["world size"])
+            key = self._agree_on_key(key, found)
+        directory = job_directory(job)
+        meeting = Meeting(key, job, self.incarnation, host_id(directory))
+        path = directory / f"{self.info.id}-{self.incarnation & 0xFFFFFF:x}.sock"
+        meeting.listen(UnixAddress(str(path)))
+        if host is not None:
+            loopback = host.startswith(LOOPBACK)
+            meeting.listen(TcpAddress(host, 0, tls=not loopback and not plaintext))
+        return meeting
+
+    def _check_world_size(self, theirs: int | None) -> None:
+        if (theirs is None) != (self._world_size is None):
+            raise RendezvousError(
+                "RPC group mixes statically and dynamically initialized members which is not "
+                "supported. Give every worker the same world_size, or none."
+            )
+        if theirs != self._world_size:
+            raise RendezvousError(
+                f"worker {self.info.name!r} was told world_size={self._world_size}, but rank 0 "
+                f"was told {theirs}: give every worker the same"
+            )
+
+    def _agree_on_key(self, key: JobKey | None, found: dict[str, Any]) -> JobKey:
+        job = found["job"]
+        if key is None and found["key given"]:
+            raise RendezvousError(
+                f"worker {self.info.name!r} was given no key, but the job has one: set "
+                "TELEGRAD_KEY_FILE (or TELEGRAD_KEY) as for the other workers"
+            )
+        if key is None:
+            key = _read_key(job)
+        if key is None:
+            raise RendezvousError(
+                f"worker {self.info.name!r} cannot read the job's key: it was made for one user on "
+                "one host. For several hosts or users give every worker the same key with "
+                "TELEGRAD_KEY_FILE, e.g. made by `openssl rand -hex 32`"
+            )
+        if not hmac.compare_digest(_fingerprint(key, job), found["fingerprint"]):
+            raise RendezvousError(
+                f"worker {self.info.name!r} has another key than the first worker of the job: "
+                "compare TELEGRAD_KEY and TELEGRAD_KEY_FILE"
+            )
+        return key
+
+    # The members.
+
+    def join(self, meeting: Meeting) -> Members:
+        """Say who we are, and learn who the others are."""
+        me = Member(
+            self.info,
+            self.incarnation,
+            tuple(str(address) for address in meeting.addresses),
+            meeting.host,
+            os.getpid(),
+        )
+        rank = self.info.id
+        if not self._claim(f"rank {rank}", str(self.incarnation)):
+            raise RendezvousError(
+                f"rank {rank} is taken twice: worker {self.info.name!r} has it, and another "
+                "worker joined with it before"
+            )
+        if self._world_size is None:
+            return self._join_open_job(me)
+        self._put(f"worker {rank}", _as_data(me))
+        if rank == 0:
+            found = [_as_data(me)]
+            for other in range(1, self._world_size):
+                found.append(self._get(f"worker {other}", f"rank {other} of {self._world_size}"))
+            self._put("members", {"members": found, "problem": _problem(found)})
+        agreed = self._get("members", "rank 0 to list all workers")
+        if agreed["problem"]:
+            raise RendezvousError(agreed["problem"])
+        return Members([_from_data(data) for data in agreed["members"]])
+
+    def _join_open_job(self, me: Member) -> Members:
+        name = me.info.name
+        if not self._claim(f"name {name}", str(me.info.id)):
+            raise RendezvousError(_not_unique(name))
+        self._put(f"worker {me.info.id}", _as_data(me))
+        self._put(f"arrival {self._store.add('arrivals', 1)}", me.info.id)
+        members = Members(list(self._present()), self._look_up)
+        members.add(me)
+        return members
+
+    def _present(self) -> Iterator[Member]:
+        for number in range(1, self._store.add("arrivals", 0) + 1):
+            rank = self._get(f"arrival {number}", "an earlier worker")
+            yield _from_data(self._get(f"worker {rank}", "an earlier worker"))
+
+    def _look_up(self, who: str | int) -> Member | None:
+        if isinstance(who, str):
+            if not self._store.check([f"name {who}"]):
+                return None
+            who = int(self._store.get(f"name {who}"))
+        if not self._store.check([f"worker {who}"]):
+            return None
+        return _from_data(self._get(f"worker {who}", "a worker"))
+
+    # The store.
+
+    def _claim(self, key: str, value: str) -> bool:
+        """Whether we are the first to write this entry."""
+        mine = f"{value} {self.incarnation}"
+        return bool(self._store.compare_set(key, "", mine).decode() == mine)
+
+    def _put(self, key: str, value: object) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def _get(self, key: str, whom: str) -> Any:
+        try:
+            return json.loads(self._store.get(key))
+        except (RuntimeError, dist.DistError) as error:
+            raise RendezvousError(
+                f"worker {self.info.name!r} waited {self._timeout:g} s for {whom}, which did not "
+                f"join: is it running, with the same init_method and world_size? ({error})"
+            ) from None
+
+
+def _not_unique(name: str) -> str:
+    return (
+        f"RPC worker name {name!r} is not unique: two workers have it. Give each worker a name "
+        "of its own."
+    )
+
+
+def _problem(found: list[dict[str, Any]]) -> str | None:
+    """What is wrong with a list of workers."""
+    seen = set()
+    for data in found:
+        if data["name"] in seen:
+            return _not_unique(data["name"])
+        seen.add(data["name"])
+    return None
+
+
+def _as_data(member: Member) -> dict[str, Any]:
+    return {
+        "name": member.info.name,
+        "id": member.info.id,
+        "incarnation": member.incarnation,
+        "addresses": list(member.addresses),
+        "host": member.host,
+        "pid": member.pid,
+    }
+
+
+def _from_data(data: dict[str, Any]) -> Member:
+    return Member(
+        WorkerInfo(data["name"], data["id"]),
+        data["incarnation"],
+        tuple(data["addresses"]),
+        data["host"],
+        data["pid"],
+    )
+
+
+def _fingerprint(key: JobKey, job: str) -> str:
+    return hmac.new(key.derive("fingerprint"), job.encode(), hashlib.sha256).hexdigest()
+
+
+def _key_file(job: str) -> Path:
+    return job_directory(job) / "key"
+
+
+def _write_key(job: str, key: JobKey) -> None:
+    descriptor = os.open(_key_file(job), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(key.hex())
+
+
+def _read_key(job: str) -> JobKey | None:
+    path = _key_file(job)
+    try:
+        return JobKey(bytes.fromhex(path.read_text()))
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+        return None
+
+
+def own_address_towards(host: str, port: int) -> str | None:
+    """The address of this host on the way to another, None if that is this host itself."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port or 9))
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if address.startswith(LOOPBACK) else address

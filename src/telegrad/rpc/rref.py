@@ -1,0 +1,303 @@
+"""References to values on other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from telegrad.rpc.calls import Pending
+from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
+from telegrad.rpc.futures import CallFuture, begin_async
+from telegrad.rpc.node import Node, Passage, current_node
+from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
+from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.codec import extend
+
+T = TypeVar("T")
+
+
+class RRef(Generic[T]):
+    """A reference to a value that lives on its owner.
+
+    `RRef(value)` makes the calling worker the owner; `rpc.remote` runs a function on another worker
+    and gives a reference to what it returns. References can be sent to other workers, as arguments,
+    results or inside of containers. The owner keeps the value while any live worker has a reference
+    and drops it when the last one goes.
+
+        >>> rref = rpc.RRef(torch.ones(2))          # doctest: +SKIP
+        >>> rref.is_owner(), rref.local_value()     # doctest: +SKIP
+        (True, tensor([1., 1.]))
+    """
+
+    __slots__ = ("__weakref__", "_creation", "_handle", "_node", "_reference")
+
+    def __init__(self, value: T) -> None:
+        node = current_node()
+        self._take(node, reference := node.values.keep(value), reference)
+
+    def _take(self, node: Node, reference: ReferenceId, handle: Handle) -> None:
+        self._node = node
+        self._reference = reference
+        self._handle = handle
+        self._creation: Pending | None = None
+
+    @classmethod
+    def _of(cls, node: Node, reference: ReferenceId, handle: Handle) -> RRef[Any]:
+        rref: RRef[Any] = cls.__new__(cls)
+        rref._take(node, reference, handle)
+        return rref
+
+    def __del__(self) -> None:
+        node = getattr(self, "_node", None)
+        if node is not None and not node.closed:
+            node.values.died(self._handle)
+
+    # Who owns it.
+
+    def owner(self) -> WorkerInfo:
+        """The worker on which the value lives."""
+        return self._node.members.member(self._reference.owner).info
+
+    def owner_name(self) -> str:
+        return self.owner().name
+
+    def is_owner(self) -> bool:
+        return self._reference.owner == self._node.info.id
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows of this reference."""
+        return self._node.values.confirmed(self._handle)
+
+    # The value.
+
+    def local_value(self) -> T:
+        """The value itself, on its owner."""
+        if not self.is_owner():
+            raise TelegradError(
+                f"For {self!r}, can't call localValue() on user {self._node.info!r}. "
+                f"Call it on owner {self.owner()!r}, or use to_here()."
+            )
+        value: T = self._node.values.value(self._reference)
+        return value
+
+    def to_here(self, timeout: float | None = None) -> T:
+        """A copy of the value on this worker; on the owner the value itself.
+
+        Waits until the value is there. `timeout` in seconds, 0 for ever, by default the job's.
+        """
+        self._check_usable("to_here()")
+        if self.is_owner():
+            limit = self._node.timeout if timeout is None else timeout
+            value: T = self._node.values.value(self._reference, limit)
+            return value
+        return self._node.wait(self._request("fetch", timeout))  # type: ignore[no-any-return]
+
+    def _request(self, operation: str, timeout: float | None, *args: object) -> Pending:
+        return self._node.call(
+            self.owner(), operation, (tuple(self._reference), *args), None, timeout
+        )
+
+    def _check_usable(self, what: str) -> None:
+        if self._node.closed:
+            raise NotInitialized(f"{self!r} belongs to a job that has been shut down: {what} failed")
+        loss = self._node.values.loss(self._handle)
+        if loss is not None:
+            raise loss
+        creation = self._creation
+        if creation is not None and creation.done and creation.error is not None:
+            raise type(creation.error)(
+                f"RRef creation via rpc.remote() failed before {what}: {creation.error}"
+            )
+
+    # Calls of its methods.
+
+    def rpc_sync(self, timeout: float | None = None) -> Any:
+        """A proxy: `rref.rpc_sync().method(*args)` calls the value's method on the owner."""
+        return _Proxy(self, timeout, _invoke_sync)
+
+    def rpc_async(self, timeout: float | None = None) -> Any:
+        """As `rpc_sync`, but each call gives a future."""
+        return _Proxy(self, timeout, _invoke_async)
+
+    def remote(self, timeout: float | None = None) -> Any:
+        """As `rpc_sync`, but each call gives a reference to its result."""
+        return _Proxy(self, timeout, _invoke_remote)
+
+    def backward(
+        self, context_id: int = -1, retain_graph: bool = False, timeout: float | None = None
+    ) -> None:
+        """Run backward from the tensor behind this reference, on its owner.
+
+        In a distributed autograd context the gradients go to that context on every worker. Without
+        one (on the owner only) it is `tensor.backward()`.
+        """
+        from telegrad.autograd.references import backward_from
+
+        backward_from(self, context_id, retain_graph, timeout)
+
+    # As an object.
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RRef):
+            return NotImplemented
+        return self._reference == other._reference
+
+    def __hash__(self) -> int:
+        return hash(self._reference)
+
+    def __repr__(self) -> str:
+        number = f"GloballyUniqueId(created_on={self._reference.created_on}, local_id={self._reference.number})"
+        if isinstance(self._handle, ForkId):
+            fork = f"GloballyUniqueId(created_on={self._handle.created_on}, local_id={self._handle.number})"
+            return f"UserRRef(RRefId = {number}, ForkId = {fork})"
+        return f"OwnerRRef({number})"
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC: "
+            "send it as an argument or a result of a call."
+        )
+
+
+def remote_reference(
+    node: Node,
+    to: WorkerInfo,
+    target: Callable[..., object],
+    args: tuple[object, ...] | list[object],
+    kwargs: dict[str, object] | None,
+    timeout: float | None,
+) -> RRef[Any]:
+    """Run `target` on a worker and refer to what it returns."""
+    if to.id == node.info.id:
+        reference = node.values.promise_own()
+        rref = RRef._of(node, reference, reference)
+        rref._creation = node.call(
+            to, "fill", (tuple(reference), target, args, kwargs or {}), None, timeout, _nothing
+        )
+        return rref
+    created = node.values.name_remote(to.id)
+    data = (tuple(created.reference), tuple(created.fork))
+
+    def settled(pending: Pending) -> None:
+        _settle_creation(node, to, created, pending)
+
+    try:
+        creation = node.call(
+            to, "create", (data, target, args, kwargs or {}), None, timeout, settled
+        )
+    except BaseException:
+        node.values.abandon(created)
+        raise
+    rref = RRef._of(node, created.reference, created.fork)
+    rref._creation = creation
+    return rref
+
+
+def _settle_creation(node: Node, to: WorkerInfo, created: Transfer, pending: Pending) -> None:
+    """The owner could not read the request: tell it, in words it can read, that there is no value."""
+    try:
+        node.outcome(pending)
+    except CallTimeout:
+        return
+    except BaseException as error:
+        if not node.closed and not node.is_lost(to.id):
+            data = (tuple(created.reference), tuple(created.fork))
+            node.call(to, "create_failed", (data, f"{type(error).__name__}: {error}"), None, 0)
+
+
+def _nothing(pending: Pending) -> None:
+    """The error of a value's making is kept with the value."""
+
+
+class _Proxy:
+    """Turns attribute access into a call of the owner's method of that name."""
+
+    __slots__ = ("_invoke", "_rref", "_timeout")
+
+    def __init__(
+        self,
+        rref: RRef[Any],
+        timeout: float | None,
+        invoke: Callable[[RRef[Any], float | None, str, tuple[Any, ...], dict[str, Any]], Any],
+    ) -> None:
+        rref._check_usable("a call of one of its methods")
+        self._rref = rref
+        self._timeout = timeout
+        self._invoke = invoke
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        rref, timeout, invoke = self._rref, self._timeout, self._invoke
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return invoke(rref, timeout, name, args, kwargs)
+
+        return method
+
+
+class _Method:
+    """What a call of an owner's method is called in errors; keeps its reference alive meanwhile."""
+
+    __slots__ = ("__qualname__", "rref")
+
+    def __init__(self, rref: RRef[Any], name: str) -> None:
+        self.rref = rref
+        self.__qualname__ = f"method {name!r} of {rref!r}"
+
+
+def _invoke_sync(
+    rref: RRef[Any], timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    node = rref._node
+    pending = node.call(
+        rref.owner(), "invoke", (tuple(rref._reference), name, args, kwargs), None, timeout
+    )
+    pending.target = _Method(rref, name)
+    return node.wait(pending)
+
+
+def _invoke_async(
+    rref: RRef[Any], timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CallFuture:
+    call = (tuple(rref._reference), name, args, kwargs)
+    future = begin_async(rref._node, rref.owner(), "invoke", call, None, timeout)
+    future._pending.target = _Method(rref, name)
+    return future
+
+
+def _invoke_remote(
+    rref: RRef[Any], timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RRef[Any]:
+    call = (rref, name, args, kwargs)
+    return remote_reference(rref._node, rref.owner(), call_method, call, None, timeout)
+
+
+def call_method(
+    rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    """On the owner: call a method of the value behind a reference."""
+    return getattr(rref.local_value(), name)(*args, **kwargs)
+
+
+def _leave(rref: RRef[Any], passage: Passage | None) -> object:
+    if passage is None:
+        raise RuntimeError("Can not pickle rref outside of a call.")
+    if rref._node.closed:
+        raise NotInitialized(f"{rref!r} belongs to a job that has been shut down")
+    transfer = passage.node.values.share(rref._handle, passage.worker)
+    return (tuple(transfer.reference), tuple(transfer.fork))
+
+
+def _arrive(data: Any, passage: Passage | None) -> RRef[Any]:
+    if passage is None:
+        raise ValueError("a reference came outside of a call")
+    (owner, created_on, number), (fork_on, fork_number) = data
+    reference = ReferenceId(owner, created_on, number)
+    node = passage.node
+    handle = node.values.arrive(Transfer(reference, ForkId(fork_on, fork_number)))
+    return RRef._of(node, reference, handle)
+
+
+extend("rref", RRef, _leave, _arrive)
+extend("worker", WorkerInfo, lambda info, _: (info.name, info.id), lambda data, _: WorkerInfo(*data))
+
+__all__ = ["RRef", "State", "call_method", "remote_reference"]

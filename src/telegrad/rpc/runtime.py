@@ -1,0 +1,131 @@
+"""What a node needs of the world it runs in: time, threads, and ways to wait.
+
+Production answers with real threads and a real clock, `telegrad.testing` with threads that take
+turns under a seeded scheduler and a clock that only moves when nobody can run. Code above the
+transport waits through these and nothing else, so that the same code runs in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Condition(Protocol):
+    """As `threading.Condition`: hold it, wait on it, notify."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *exc: object) -> object: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def notify_all(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """Time and threads."""
+
+    def now(self) -> float: ...
+    def spawn(self, work: Callable[[], object]) -> None: ...
+    def condition(self) -> Condition: ...
+    def call_later(self, delay: float, work: Callable[[], object]) -> Callable[[], None]:
+        """Run `work` on some thread after `delay` seconds; the result cancels it."""
+        ...
+
+
+class Threads:
+    """Threads made when needed and kept for the next piece of work; never a limit on how many.
+
+    A limit would be a pool that nested calls could exhaust. What bounds the number of threads is
+    the number of calls in flight, and callers are bounded in that.
+    """
+
+    KEPT = 64
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parked: list[_Parked] = []
+        self._closed = False
+
+    def run(self, work: Callable[[], object]) -> None:
+        with self._lock:
+            parked = self._parked.pop() if self._parked else None
+        if parked is None:
+            threading.Thread(target=self._live, args=(work,), name="telegrad", daemon=True).start()
+        else:
+            parked.work = work
+            parked.latch.release()
+
+    def _live(self, work: Callable[[], object] | None) -> None:
+        parked = _Parked()
+        while work is not None:
+            work()
+            work = None
+            with self._lock:
+                if self._closed or len(self._parked) >= self.KEPT:
+                    return
+                self._parked.append(parked)
+            parked.latch.acquire()
+            work, parked.work = parked.work, None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            parked, self._parked = self._parked, []
+        for each in parked:
+            each.latch.release()
+
+
+class _Parked:
+    __slots__ = ("latch", "work")
+
+    def __init__(self) -> None:
+        self.latch = threading.Lock()
+        self.latch.acquire()
+        self.work: Callable[[], object] | None = None
+
+
+class _Blockable(Protocol):
+    def blocking(self) -> None: ...
+
+
+class _Condition(threading.Condition):
+    """Tells the transport before it waits, so that another thread serves requests meanwhile."""
+
+    def __init__(self, runtime: ThreadRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._runtime.transport.blocking()
+        return super().wait(timeout)
+
+
+class ThreadRuntime:
+    """The runtime of production."""
+
+    transport: _Blockable
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def spawn(self, work: Callable[[], object]) -> None:
+        self._threads.run(work)
+
+    def condition(self) -> Condition:
+        return _Condition(self)
+
+    def call_later(self, delay: float, work: Callable[[], object]) -> Callable[[], None]:
+        timer = threading.Timer(delay, lambda: self._threads.run(work))
+        timer.daemon = True
+        timer.start()
+
+        def cancel() -> None:
+            with contextlib.suppress(RuntimeError):
+                timer.cancel()
+
+        return cancel

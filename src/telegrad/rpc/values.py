@@ -1,0 +1,420 @@
+"""The values that this worker owns for others, and the driver of the reference protocol.
+
+`references.py` decides who holds what; here are the values themselves, the threads that wait for
+them, and the messages that the protocol asks for.
+
+Actions of the core are carried out in the order in which it gave them, outside of the lock: the
+thread that finds nobody doing so carries out all that is there. RRef objects die anywhere, even in
+a garbage collection under our own lock, so a death is only put on a queue and told to the core
+later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from telegrad.rpc.errors import CallTimeout, ReferenceLost, TelegradError
+from telegrad.rpc.references import (
+    Accepted,
+    Action,
+    Confirmed,
+    Drop,
+    Failed,
+    Fence,
+    Fenced,
+    ForkId,
+    Gone,
+    Handle,
+    Lost,
+    Message,
+    Post,
+    ReferenceId,
+    References,
+    Register,
+    Release,
+    State,
+    Transfer,
+    Unpin,
+)
+from telegrad.rpc.results import Finish, Later, as_result
+
+if TYPE_CHECKING:
+    from telegrad.rpc.node import Node
+
+TOPIC = "reference"
+
+
+class _Journey(threading.local):
+    """What the calling thread is just packing or unpacking."""
+
+    def __init__(self) -> None:
+        self.leaving: list[Transfer] = []
+        self.unconfirmed: list[ForkId] = []
+
+
+class Values:
+    """Owned values and held references of one worker."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._core = References(node.info.id)
+        self._changed = node.runtime.condition()
+        self._stored: dict[ReferenceId, object] = {}
+        self._waiters: dict[ReferenceId, list[Finish]] = {}
+        self._lost: dict[ForkId, ReferenceLost] = {}
+        self._actions: deque[Action] = deque()
+        self._acting = False
+        self._deaths: deque[Handle] = deque()
+        self._journey = _Journey()
+        node.on_post(TOPIC, self._received)
+        node.on_operation("create", self._create)
+        node.on_operation("create_failed", self._create_failed)
+        node.on_operation("fill", self._fill)
+        node.on_operation("fetch", self._fetch)
+        node.on_operation("invoke", self._invoke)
+
+    # Making references.
+
+    def keep(self, value: object) -> ReferenceId:
+        """Own a value that is there already."""
+        with self._changed:
+            reference = self._core.create_local()
+            self._stored[reference] = value
+        return reference
+
+    def promise_own(self) -> ReferenceId:
+        """Own a value that a `remote()` to oneself will make."""
+        with self._changed:
+            return self._core.create_local(State.PENDING)
+
+    def name_remote(self, owner: int) -> Transfer:
+        with self._changed:
+            self._introduce()
+            return self._core.create_remote(owner)
+
+    def abandon(self, created: Transfer) -> None:
+        with self._changed:
+            self._core.abandon(created)
+
+    # Travelling: called by the codec on the thread that packs or unpacks.
+
+    def share(self, handle: Handle, to: int) -> Transfer:
+        with self._changed:
+            self._introduce()
+            transfer = self._core.share(handle, to)
+        self._journey.leaving.append(transfer)
+        return transfer
+
+    def packed(self) -> None:
+        """The message of this thread is packed, or failed to be: its transfers are not ours now."""
+        if self._journey.leaving:
+            self._journey.leaving.clear()
+
+    def take_back(self) -> None:
+        """The message that this thread packed will not leave."""
+        if self._journey.leaving:
+            with self._changed:
+                for transfer in self._journey.leaving:
+                    self._core.unshare(transfer)
+            self._act()
+
+    def arrive(self, transfer: Transfer) -> Handle:
+        """A reference came in: the handle for its RRef object here."""
+        with self._changed:
+            self._introduce()
+            confirmed = self._core.arrive(transfer)
+        self._act()
+        if transfer.reference.owner == self._node.info.id:
+            return transfer.reference
+        if not confirmed:
+            self._journey.unconfirmed.append(transfer.fork)
+        return transfer.fork
+
+    def await_confirmed(self) -> None:
+        """A function runs only after its owners know the references among its arguments."""
+        forks = self._journey.unconfirmed
+        if not forks:
+            return
+        with self._changed:
+            for fork in forks:
+                while not (self._core.confirmed(fork) or fork in self._lost or self._node.closed):
+                    self._changed.wait(1.0)
+        forks.clear()
+
+    def opened(self) -> None:
+        """The message that this thread unpacked is not a request: nothing waits for it."""
+        if self._journey.unconfirmed:
+            self._journey.unconfirmed.clear()
+
+    # The end of RRef objects.
+
+    def died(self, handle: Handle) -> None:
+        """An RRef object is gone. Safe inside of a garbage collection."""
+        self._deaths.append(handle)
+        self._node.transport.nudge()
+
+    @property
+    def has_deaths(self) -> bool:
+        return bool(self._deaths)
+
+    def bury(self) -> None:
+        """Tell the core of the objects that died."""
+        with self._changed:
+            while self._deaths:
+                handle = self._deaths.popleft()
+                self._core.drop(handle)
+                if isinstance(handle, ForkId):
+                    self._lost.pop(handle, None)
+        self._act()
+
+    def release_all(self) -> None:
+        """Drop every reference that this worker holds, whoever still has an object of it."""
+        with self._changed:
+            for fork in self._core.held():
+                self._core.drop(fork)
+        self._act()
+
+    # Asking for values.
+
+    def state(self, reference: ReferenceId) -> State:
+        with self._changed:
+            return self._core.state(reference)
+
+    def confirmed(self, handle: Handle) -> bool:
+        with self._changed:
+            return self._core.confirmed(handle)
+
+    def loss(self, handle: Handle) -> ReferenceLost | None:
+        return self._lost.get(handle) if isinstance(handle, ForkId) else None
+
+    def when_ready(self, reference: ReferenceId, finish: Finish) -> None:
+        """Give the value, or what went wrong, to `finish`: now, or when it is there."""
+        with self._changed:
+            state = self._core.state(reference)
+            if state in (State.PENDING, State.PROMISED):
+                self._waiters.setdefault(reference, []).append(finish)
+                return
+            value, error = self._look(reference, state)
+        finish(value, error)
+
+    def value(self, reference: ReferenceId, timeout: float = 0) -> Any:
+        """Wait for an owned value."""
+        deadline = self._node.runtime.now() + timeout if timeout > 0 else None
+        with self._changed:
+            while (state := self._core.state(reference)) in (State.PENDING, State.PROMISED):
+                remaining = None if deadline is None else deadline - self._node.runtime.now()
+                if remaining is not None and remaining <= 0:
+                    raise _timeout(reference, timeout)
+                self._changed.wait(remaining)
+            value, error = self._look(reference, state)
+        if error is not None:
+            raise error
+        return value
+
+    def _look(self, reference: ReferenceId, state: State) -> tuple[object, BaseException | None]:
+        if state is State.READY:
+            return self._stored[reference], None
+        if state is State.FAILED:
+            return None, self._core.error(reference)
+        return None, ReferenceLost(f"{reference} has no value any more: all references were dropped.")
+
+    # Operations that others call.
+
+    def _create(self, sender: int, transfer: Any, target: Any, args: Any, kwargs: Any) -> object:
+        created = _transfer(transfer)
+        with self._changed:
+            self._introduce()
+            self._core.create_requested(created)
+        self._act()
+        return self._make(created.reference, target, args, kwargs)
+
+    def _create_failed(self, sender: int, transfer: Any, reason: str) -> None:
+        created = _transfer(transfer)
+        with self._changed:
+            self._introduce()
+            self._core.create_requested(created)
+        self._act()
+        self._settle(created.reference, None, TelegradError(reason))
+
+    def _fill(self, sender: int, reference: Any, target: Any, args: Any, kwargs: Any) -> object:
+        return self._make(ReferenceId(*reference), target, args, kwargs)
+
+    def _make(self, reference: ReferenceId, target: Any, args: Any, kwargs: Any) -> object:
+        """Run the function that makes the value. Its error is for those who ask for the value."""
+        try:
+            self.await_confirmed()
+            self._node.transport.starting(target)
+            result = as_result(self._node.coroutines, target, target(*args, **kwargs))
+        except BaseException as error:
+            self._settle(reference, None, error)
+            return None
+        if type(result) is not Later:
+            self._settle(reference, result, None)
+            return None
+        subscribe = result.subscribe
+
+        def settled(finish: Finish) -> None:
+            def done(value: object, error: BaseException | None) -> None:
+                self._settle(reference, value, error)
+                finish(None, None)
+
+            subscribe(done)
+
+        return Later(settled)
+
+    def _settle(self, reference: ReferenceId, value: object, error: BaseException | None) -> None:
+        with self._changed:
+            if error is None:
+                wanted = self._core.settle(reference)
+                if wanted:
+                    self._stored[reference] = value
+            else:
+                self._core.fail(reference, error)
+            waiters = self._waiters.pop(reference, [])
+            self._changed.notify_all()
+        for finish in waiters:
+            finish(value, error)
+
+    def _fetch(self, sender: int, reference: Any) -> object:
+        named = ReferenceId(*reference)
+        with self._changed:
+            state = self._core.state(named)
+            if state not in (State.PENDING, State.PROMISED):
+                value, error = self._look(named, state)
+                if error is not None:
+                    raise error
+                return value
+        return Later(lambda finish: self.when_ready(named, finish))
+
+    def _invoke(self, sender: int, reference: Any, name: str, args: Any, kwargs: Any) -> object:
+        owner = self.value(ReferenceId(*reference))
+        self.await_confirmed()
+        method = getattr(owner, name)
+        self._node.transport.starting(getattr(method, "__func__", method))
+        return as_result(self._node.coroutines, method, method(*args, **kwargs))
+
+    # The protocol's messages and actions.
+
+    def _received(self, sender: int, data: Any) -> None:
+        message: Message = _message(data)
+        if isinstance(message, Fence):
+            name = self._node.members.name(sender)
+            for worker in message.lost:
+                if worker != self._node.info.id:
+                    self._node.transport.lose(worker, f"worker {name!r} reports that it is gone")
+        with self._changed:
+            self._introduce()
+            self._core.receive(sender, message)
+        self._act()
+
+    def worker_lost(self, worker: int, reason: str) -> None:
+        with self._changed:
+            self._introduce()
+            self._core.worker_lost(worker, reason)
+        self._act()
+
+    def _introduce(self) -> None:
+        """Members that joined since we last looked."""
+        for member in self._node.members.members():
+            self._core.worker_joined(member.info.id)
+
+    def _act(self) -> None:
+        with self._changed:
+            self._actions.extend(self._core.take_actions())
+            if self._acting:
+                return
+            self._acting = True
+        while True:
+            with self._changed:
+                self._actions.extend(self._core.take_actions())
+                if not self._actions:
+                    self._acting = False
+                    return
+                action = self._actions.popleft()
+            try:
+                self._carry_out(action)
+            except BaseException:
+                self._acting = False
+                raise
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Post(to, message):
+                self._node.post(to, TOPIC, _data(message))
+            case Drop(reference):
+                self._stored.pop(reference, None)
+            case Confirmed():
+                with self._changed:
+                    self._changed.notify_all()
+            case Lost(fork, error):
+                with self._changed:
+                    self._lost[fork] = error
+                    self._changed.notify_all()
+            case Failed(reference):
+                with self._changed:
+                    error = self._core.error(reference)
+                    waiters = self._waiters.pop(reference, [])
+                    self._changed.notify_all()
+                for finish in waiters:
+                    finish(None, error)
+
+    def debug_info(self) -> dict[str, int]:
+        with self._changed:
+            info = self._core.debug_info()
+        return {**info, "values": len(self._stored), "waiters": len(self._waiters)}
+
+
+def _transfer(data: Any) -> Transfer:
+    reference, fork = data
+    return Transfer(ReferenceId(*reference), ForkId(*fork))
+
+
+def _transfer_data(transfer: Transfer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(transfer.reference), tuple(transfer.fork)
+
+
+def _data(message: Message) -> tuple[Any, ...]:
+    """A message of the protocol as plain data."""
+    match message:
+        case Register(transfer, holder):
+            return ("register", _transfer_data(transfer), holder)
+        case Release(transfer):
+            return ("release", _transfer_data(transfer))
+        case Accepted(fork):
+            return ("accepted", tuple(fork))
+        case Unpin(fork):
+            return ("unpin", tuple(fork))
+        case Gone(fork):
+            return ("gone", tuple(fork))
+        case Fence(lost):
+            return ("fence", lost)
+        case Fenced(lost):
+            return ("fenced", lost)
+
+
+def _message(data: Any) -> Message:
+    match data:
+        case ("register", transfer, int(holder)):
+            return Register(_transfer(transfer), holder)
+        case ("release", transfer):
+            return Release(_transfer(transfer))
+        case ("accepted", fork):
+            return Accepted(ForkId(*fork))
+        case ("unpin", fork):
+            return Unpin(ForkId(*fork))
+        case ("gone", fork):
+            return Gone(ForkId(*fork))
+        case ("fence", lost):
+            return Fence(tuple(lost))
+        case ("fenced", int(lost)):
+            return Fenced(lost)
+    raise ValueError(f"{data!r} is no message of the reference protocol")
+
+
+def _timeout(reference: ReferenceId, timeout: float) -> TelegradError:
+    return CallTimeout(
+        f"RPC ran for more than {timeout * 1000:g} milliseconds and timed out: the value of "
+        f"{reference} is still being made."
+    )

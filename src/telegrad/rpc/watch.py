@@ -1,0 +1,150 @@
+"""One thread per worker that looks at what nobody else looks at.
+
+Most messages need no thread of their own: who waits for a reply reads it, who reads a request runs
+it. What is left is noticed here: replies that nobody waits for, requests on links that have been
+idle, handlers that take so long that another thread must read on, deadlines, timers, and the end of
+a connection. The watch itself never runs user code and never blocks but in `epoll`: what takes time
+is given to another thread. While nothing runs it sleeps without a wake-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+TICK = 0.001
+ACTIVE_FOR = 0.05
+
+READABLE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+ENDED = select.EPOLLRDHUP | select.EPOLLONESHOT
+
+
+class Timer:
+    """Something to do at a time; `cancel` takes it back."""
+
+    __slots__ = ("cancelled", "due", "work")
+
+    def __init__(self, due: float, work: Callable[[], object]) -> None:
+        self.due = due
+        self.work = work
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Watch:
+    """The watching thread. `tick` is called about every millisecond while something is active."""
+
+    def __init__(
+        self,
+        tick: Callable[[float], bool],
+        next_deadline: Callable[[], float],
+        run: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._tick = tick
+        self._next_deadline = next_deadline
+        self._run_elsewhere = run
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._notices: dict[int, Callable[[int], None]] = {}
+        self._lock = threading.Lock()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._closed = False
+        self.sleeping = False
+        self._thread = threading.Thread(target=self._live, name="telegrad-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def poke(self) -> None:
+        """Wake the watch if it sleeps. Safe from anywhere, a garbage collection included."""
+        if self.sleeping:
+            self.sleeping = False
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake, 1)
+
+    def register(self, descriptor: int, notice: Callable[[int], None], events: int) -> None:
+        self._notices[descriptor] = notice
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.register(descriptor, events)
+
+    def look_for(self, descriptor: int, events: int) -> None:
+        """Arm the descriptor for one notice of these events."""
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.modify(descriptor, events)
+
+    def forget(self, descriptor: int) -> None:
+        self._notices.pop(descriptor, None)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(descriptor)
+
+    def call_later(self, delay: float, work: Callable[[], object]) -> Timer:
+        timer = Timer(time.monotonic() + delay, work)
+        with self._lock:
+            heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        self.poke()
+        return timer
+
+    def _live(self) -> None:
+        active_until = 0.0
+        while not self._closed:
+            now = time.monotonic()
+            if now < active_until:
+                events = self._epoll.poll(TICK)
+            else:
+                self.sleeping = True
+                # Work that arrived before we said that we sleep did not poke us.
+                busy = self._tick(now)
+                wait = 0.0 if busy else self._until_next(now)
+                events = self._epoll.poll(wait)
+                self.sleeping = False
+            if self._closed:
+                break
+            for descriptor, event in events:
+                if descriptor == self._wake:
+                    with contextlib.suppress(OSError):
+                        os.eventfd_read(self._wake)
+                    active_until = time.monotonic() + ACTIVE_FOR
+                else:
+                    notice = self._notices.get(descriptor)
+                    if notice is not None:
+                        notice(event)
+            now = time.monotonic()
+            self._run_due(now)
+            if self._tick(now):
+                active_until = now + ACTIVE_FOR
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _until_next(self, now: float) -> float | None:
+        due = self._next_deadline()
+        with self._lock:
+            if self._timers and self._timers[0][0] < due:
+                due = self._timers[0][0]
+        return None if due == math.inf else max(0.0, due - now)
+
+    def _run_due(self, now: float) -> None:
+        while True:
+            with self._lock:
+                if not self._timers or self._timers[0][0] > now:
+                    return
+                timer = heapq.heappop(self._timers)[2]
+            if not timer.cancelled:
+                self._run_elsewhere(timer.work)
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            self._thread.join()

@@ -1,0 +1,157 @@
+"""Objects to bytes and back.
+
+A message has two parts. The *table* describes its tensors, in the order in which they were met;
+their bytes lie beside the metadata as raw buffers, views of the tensors' own memory. The *tree*
+holds everything else and refers to tensors by their place in the table. What the tree does not
+know is pickled, in a third part behind it.
+
+    size   number of tensors
+    size   bytes of the pickled part
+    table  one record per tensor          (see tensors)
+    tree   one value                      (see encode, decode)
+    pickled                               (see opaque)
+
+The table comes first so that autograd can put its own tensors in place of those that arrived,
+before anything refers to them.
+
+What must never happen: that a message from a peer that is trusted with data only makes this
+process import, call or unpickle anything; that a tensor sees memory outside of its buffer; that
+memory is allocated because a message says so rather than because it is that long; that anything
+but `CodecError` is raised for what a message holds.
+
+The buffers that `pack` gives are the tensors' memory, not a copy. Whoever keeps them keeps the
+memory alive, and sees what the program writes to it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from telegrad.wire.decode import Decoder
+from telegrad.wire.encode import Encoder
+from telegrad.wire.encode_objects import write_tree
+from telegrad.wire.errors import CodecError, Refusal, Unpackable
+from telegrad.wire.names import export, extend
+from telegrad.wire.paths import path_to
+from telegrad.wire.primitives import ByteBuffer, write_size
+from telegrad.wire.tensors import read_table, write_table
+from telegrad.wire.trust import LIMITS, Limits, Trust
+
+__all__ = [
+    "LIMITS",
+    "CodecError",
+    "Limits",
+    "Packed",
+    "Trust",
+    "Unpackable",
+    "export",
+    "extend",
+    "pack",
+    "unpack",
+]
+
+_NO_TABLE = bytes(2)
+
+
+class Packed(NamedTuple):
+    meta: bytes
+    tensors: list[torch.Tensor]
+    """The tensors of the message in table order, as the caller holds them."""
+    buffers: list[memoryview]
+    """C-contiguous bytes to be sent behind the metadata, none of them empty."""
+
+
+def pack(obj: Any, scope: object = None, trust: Trust = Trust.CODE) -> Packed:
+    """Make a message of an object. `scope` is handed to the extensions that are met.
+
+    Raises `Unpackable`, which says where the value sits that cannot travel, and what to do.
+    """
+    try:
+        encoder = write_tree(obj, scope, trust)
+        if not encoder.tensors and encoder.pickler is None:
+            return _within_limits(Packed(_NO_TABLE + encoder.out, [], encoder.buffers))
+        return _within_limits(_with_table(encoder))
+    except Refusal as refusal:
+        culprit = refusal.culprit
+        path, kind = path_to(culprit, obj), type(culprit).__qualname__
+        raise Unpackable(path, kind, refusal.reason) from refusal.__cause__
+    except RecursionError as error:
+        raise Unpackable("value", type(obj).__qualname__, "it nests too deep") from error
+
+
+def _with_table(encoder: Encoder) -> Packed:
+    pickled = encoder.pickler.stream.getvalue() if encoder.pickler else b""
+    head = bytearray()
+    write_size(head, len(encoder.tensors))
+    write_size(head, len(pickled))
+    buffers: list[memoryview] = []
+    write_table(encoder.tensors, head, buffers)
+    buffers += encoder.buffers
+    return Packed(b"".join((head, encoder.out, pickled)), encoder.tensors, buffers)
+
+
+def _within_limits(packed: Packed) -> Packed:
+    if len(packed.meta) > LIMITS.meta:
+        raise Unpackable(
+            "value",
+            "message",
+            f"it takes {len(packed.meta)} bytes besides its tensors, more than {LIMITS.meta}; "
+            f"send large data as tensors or in parts",
+        )
+    return packed
+
+
+def unpack(
+    meta: bytes | bytearray | memoryview,
+    buffers: Sequence[ByteBuffer],
+    scope: object = None,
+    trust: Trust = Trust.CODE,
+    limits: Limits = LIMITS,
+    arrive: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+) -> Any:
+    """Make the object of a message. The tensors keep the buffers as their memory.
+
+    `arrive` is given the tensors before anything refers to them, and gives those to use instead.
+    Raises `CodecError` for whatever is wrong with the message, and what `arrive` raises.
+    """
+    if len(meta) > limits.meta:
+        raise CodecError(f"{len(meta)} bytes of metadata pass the limit of {limits.meta}")
+    data = meta if type(meta) is bytes else bytes(meta)
+    decoder = Decoder(data, buffers, scope, trust, limits)
+    try:
+        _read_tensors(decoder)
+    except CodecError:
+        raise
+    except Exception as error:
+        raise _malformed(error) from error
+    if arrive is not None:
+        decoder.tensors = arrive(decoder.tensors)
+    try:
+        value = decoder.value()
+        decoder.finish()
+    except CodecError:
+        raise
+    except Exception as error:
+        raise _malformed(error) from error
+    return value
+
+
+def _read_tensors(decoder: Decoder) -> None:
+    count = decoder.count(decoder.limits.tensors, "tensors")
+    pickled = decoder.size()
+    if pickled:
+        end = len(decoder.data) - pickled
+        if end < decoder.position:
+            raise CodecError(f"the message ends before its {pickled} bytes of pickled objects")
+        decoder.pickled = decoder.data[end:]
+        decoder.data = decoder.data[:end]
+    if count:
+        decoder.tensors = read_table(decoder, count, decoder.limits)
+
+
+def _malformed(error: Exception) -> CodecError:
+    """What Python, torch or a class of the user found wrong while the message was read."""
+    return CodecError(f"the message cannot be read: {type(error).__name__}: {error}")

@@ -1,0 +1,430 @@
+"""The tree, inward. Nothing in a message is believed.
+
+- A size is compared with what is left of the message before anything is allocated for it.
+- Containers nest to a limit; unknown tags and bytes behind the end are refused.
+- `Trust.DATA` imports nothing and unpickles nothing: `NAMED` looks into what was exported,
+  `OPAQUE` is refused, and attributes are set past all descriptors.
+- A tuple met before is refused inside of what will be hashed (see `encode`).
+
+Objects are numbered at the very points where the encoder numbers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from struct import Struct, unpack_from
+from types import MethodType
+from typing import Any, TypeAlias
+
+import torch
+
+from telegrad.wire.classes import dataclass_fields, is_namedtuple
+from telegrad.wire.errors import CodecError
+from telegrad.wire.layouts import DTYPES
+from telegrad.wire.names import EXTENSIONS_BY_NAME, object_named
+from telegrad.wire.opaque import TreeUnpickler
+from telegrad.wire.primitives import ByteBuffer, Reader
+from telegrad.wire.tags import LAYOUTS, MEMORY_FORMATS, Tag
+from telegrad.wire.trust import Limits, Trust
+
+_INT = Struct("<q")
+_FLOAT = Struct("<d")
+_COMPLEX = Struct("<dd")
+
+
+class Decoder(Reader):
+    __slots__ = (
+        "depth",
+        "hashed",
+        "limits",
+        "objects",
+        "pickled",
+        "scope",
+        "tensors",
+        "trust",
+        "unpickler",
+    )
+
+    def __init__(
+        self,
+        data: bytes,
+        buffers: Sequence[ByteBuffer],
+        scope: object,
+        trust: Trust,
+        limits: Limits,
+    ) -> None:
+        self.data = data
+        self.position = 0
+        self.buffers = buffers
+        self.taken = 0
+        self.objects: list[Any] = []
+        self.tensors: list[torch.Tensor] = []
+        self.pickled = b""
+        self.unpickler: TreeUnpickler | None = None
+        self.scope = scope
+        self.trust = trust
+        self.limits = limits
+        self.depth = 0
+        self.hashed = 0
+
+    def value(self) -> Any:
+        position = self.position
+        self.position = position + 1
+        return _READERS[self.data[position]](self)
+
+    def key(self) -> Any:
+        self.hashed += 1
+        value = self.value()
+        self.hashed -= 1
+        return value
+
+    def items(self) -> list[Any]:
+        count = self.count(self.limits.items, "elements")
+        self.descend()
+        data, readers = self.data, _READERS
+        items = []
+        for _ in range(count):
+            position = self.position
+            self.position = position + 1
+            items.append(readers[data[position]](self))
+        self.depth -= 1
+        return items
+
+    def descend(self) -> None:
+        self.depth += 1
+        if self.depth > self.limits.depth:
+            raise CodecError(f"the message nests deeper than {self.limits.depth} levels")
+
+    def expect(self, tag: int) -> None:
+        found = self.take(1)[0]
+        if found != tag:
+            raise CodecError(f"tag {found} where {tag} has to be")
+
+    def numbered(self, obj: Any) -> Any:
+        self.objects.append(obj)
+        return obj
+
+    def finish(self) -> None:
+        """Refuse a message of which anything is left over."""
+        if self.position != len(self.data):
+            raise CodecError(f"{len(self.data) - self.position} bytes follow the message's end")
+        if self.taken != len(self.buffers):
+            raise CodecError(f"the message uses {self.taken} of its {len(self.buffers)} buffers")
+        read = self.unpickler.stream.tell() if self.unpickler else 0
+        if read != len(self.pickled):
+            raise CodecError(f"{len(self.pickled) - read} bytes follow the last pickled object")
+
+    def rest_of_buffers(self) -> Iterator[ByteBuffer]:
+        while True:
+            yield self.next_buffer()
+
+
+_ReadValue: TypeAlias = Callable[[Decoder], Any]
+
+
+def _byte(d: Decoder) -> int:
+    position = d.position
+    d.position = position + 1
+    value = d.data[position]
+    return value - 256 if value > 127 else value
+
+
+def _int(d: Decoder) -> int:
+    return int(_INT.unpack(d.take(8))[0])
+
+
+def _big_int(d: Decoder) -> int:
+    return int.from_bytes(d.take(d.size()), "little", signed=True)
+
+
+def _float(d: Decoder) -> float:
+    return float(_FLOAT.unpack(d.take(8))[0])
+
+
+def _complex(d: Decoder) -> complex:
+    return complex(*_COMPLEX.unpack(d.take(16)))
+
+
+def _str(d: Decoder) -> str:
+    data, position = d.data, d.position
+    size = data[position]
+    if size == 255:
+        return d.text()
+    d.position = end = position + 1 + size
+    if end > len(data):
+        raise CodecError("the message ends inside of a text")
+    return str(data[position + 1 : end], "utf-8", "surrogatepass")
+
+
+def _bytes(d: Decoder) -> Any:
+    return d.numbered(d.take(d.size()))
+
+
+def _bytearray(d: Decoder) -> Any:
+    return d.numbered(bytearray(d.take(d.size())))
+
+
+def _bytes_aside(d: Decoder) -> Any:
+    return d.numbered(bytes(d.next_buffer()))
+
+
+def _bytearray_aside(d: Decoder) -> Any:
+    buffer = d.next_buffer()
+    return d.numbered(buffer if type(buffer) is bytearray else bytearray(buffer))
+
+
+def _tuple(d: Decoder) -> Any:
+    data, position = d.data, d.position
+    if data[position] == 0:
+        d.position = position + 1
+        return ()
+    value = tuple(d.items())
+    if not d.hashed:
+        d.objects.append(value)
+    return value
+
+
+def _list(d: Decoder) -> list[Any]:
+    value: list[Any] = []
+    d.objects.append(value)
+    value += d.items()
+    return value
+
+
+def _read_numbers(d: Decoder, code: str) -> list[Any]:
+    count = d.count(d.limits.items, "numbers")
+    position = d.position
+    d.take(8 * count)
+    value = list(unpack_from(f"<{count}{code}", d.data, position))
+    d.objects.append(value)
+    return value
+
+
+def _floats(d: Decoder) -> list[float]:
+    return _read_numbers(d, "d")
+
+
+def _ints(d: Decoder) -> list[int]:
+    return _read_numbers(d, "q")
+
+
+def _dict(d: Decoder) -> dict[Any, Any]:
+    value: dict[Any, Any] = {}
+    d.objects.append(value)
+    count = d.count(d.limits.items, "elements")
+    if count:
+        d.descend()
+        for _ in range(count):
+            key = d.key()
+            value[key] = d.value()
+        d.depth -= 1
+    return value
+
+
+def _set(d: Decoder) -> set[Any]:
+    value: set[Any] = set()
+    d.objects.append(value)
+    d.hashed += 1
+    value.update(d.items())
+    d.hashed -= 1
+    return value
+
+
+def _frozenset(d: Decoder) -> frozenset[Any]:
+    d.hashed += 1
+    value = frozenset(d.items())
+    d.hashed -= 1
+    if not d.hashed:
+        d.objects.append(value)
+    return value
+
+
+def _slice(d: Decoder) -> slice:
+    start, stop, step = d.items()
+    return slice(start, stop, step)
+
+
+def _range(d: Decoder) -> range:
+    start, stop, step = d.items()
+    return range(start, stop, step)
+
+
+def _size(d: Decoder) -> torch.Size:
+    return torch.Size(d.items())
+
+
+def _dtype(d: Decoder) -> torch.dtype:
+    return DTYPES[d.size()]
+
+
+def _device(d: Decoder) -> torch.device:
+    return torch.device(d.text())
+
+
+def _layout(d: Decoder) -> torch.layout:
+    return LAYOUTS[d.size()]
+
+
+def _memory_format(d: Decoder) -> torch.memory_format:
+    return MEMORY_FORMATS[d.size()]
+
+
+def _again(d: Decoder) -> Any:
+    value = d.objects[d.size()]
+    if d.hashed and isinstance(value, tuple | frozenset):
+        raise CodecError("a tuple that was met before is part of what is hashed")
+    return value
+
+
+def _twice(d: Decoder) -> Any:
+    d.expect(Tag.TUPLE)
+    d.items()
+    d.expect(Tag.AGAIN)
+    return _again(d)
+
+
+def _tensor(d: Decoder) -> torch.Tensor:
+    return d.tensors[d.size()]
+
+
+def _named(d: Decoder) -> Any:
+    return d.numbered(object_named(d.text(), d.trust))
+
+
+def _method(d: Decoder) -> Any:
+    function, self = d.items()
+    if not callable(function):
+        raise CodecError(f"a method's function is a {type(function).__qualname__}")
+    return d.numbered(MethodType(function, self))
+
+
+def _read_class(d: Decoder) -> type:
+    cls = d.value()
+    if not isinstance(cls, type):
+        raise CodecError(f"a {type(cls).__qualname__} where a class has to be")
+    return cls
+
+
+def _namedtuple(d: Decoder) -> Any:
+    cls: Any = _read_class(d)
+    d.expect(Tag.TUPLE)
+    items = d.items()
+    if not is_namedtuple(cls) or len(items) != len(cls._fields):
+        raise CodecError(f"{cls.__qualname__} is no namedtuple of {len(items)} fields here")
+    value = tuple.__new__(cls, items)
+    if not d.hashed:
+        d.objects.append(value)
+    return value
+
+
+def _dataclass(d: Decoder) -> Any:
+    cls = _read_class(d)
+    names = dataclass_fields(cls)
+    if names is None:
+        raise CodecError(f"{cls.__qualname__} is not a plain dataclass here")
+    obj = d.numbered(object.__new__(cls))
+    d.descend()
+    if d.size() != len(names):
+        raise CodecError(f"{cls.__qualname__} does not have the same fields at both ends")
+    for name in names:
+        if d.data[d.position] == Tag.ABSENT:
+            d.position += 1
+        else:
+            object.__setattr__(obj, name, d.value())
+    for _ in range(d.count(d.limits.items, "attributes")):
+        name = d.text()
+        # Not setattr: a message must not reach __class__ or a property.
+        obj.__dict__[name] = d.value()
+    d.depth -= 1
+    return obj
+
+
+def _read_enum_class(d: Decoder) -> type[Enum]:
+    cls = _read_class(d)
+    if not issubclass(cls, Enum):
+        raise CodecError(f"{cls.__qualname__} is no enum here")
+    return cls
+
+
+def _enum(d: Decoder) -> Enum:
+    cls = _read_enum_class(d)
+    name = d.text()
+    member = cls.__members__.get(name)
+    if member is None:
+        raise CodecError(f"{cls.__qualname__} has no member {name!r} here")
+    return member
+
+
+def _enum_value(d: Decoder) -> Enum:
+    return _read_enum_class(d)(d.value())
+
+
+def _extension(d: Decoder) -> Any:
+    name = d.text()
+    extension = EXTENSIONS_BY_NAME.get(name)
+    if extension is None:
+        raise CodecError(f"the extension {name!r} is not registered on this worker")
+    d.descend()
+    data = d.value()
+    d.depth -= 1
+    return d.numbered(extension.rebuild(data, d.scope))
+
+
+def _opaque(d: Decoder) -> Any:
+    if d.trust is Trust.DATA:
+        raise CodecError("the message holds a pickled object, and this worker takes data only")
+    if d.unpickler is None:
+        d.unpickler = TreeUnpickler(d.pickled, d.rest_of_buffers())
+    attached = d.items()
+    d.unpickler.attached += attached
+    return d.numbered(d.unpickler.load())
+
+
+def _unknown(d: Decoder) -> Any:
+    raise CodecError(f"unknown tag {d.data[d.position - 1]} at byte {d.position - 1}")
+
+
+_KNOWN: dict[int, _ReadValue] = {
+    Tag.NONE: lambda d: None,
+    Tag.TRUE: lambda d: True,
+    Tag.FALSE: lambda d: False,
+    Tag.BYTE: _byte,
+    Tag.INT: _int,
+    Tag.BIG_INT: _big_int,
+    Tag.FLOAT: _float,
+    Tag.COMPLEX: _complex,
+    Tag.STR: _str,
+    Tag.BYTES: _bytes,
+    Tag.BYTEARRAY: _bytearray,
+    Tag.BYTES_ASIDE: _bytes_aside,
+    Tag.BYTEARRAY_ASIDE: _bytearray_aside,
+    Tag.TUPLE: _tuple,
+    Tag.LIST: _list,
+    Tag.FLOATS: _floats,
+    Tag.INTS: _ints,
+    Tag.DICT: _dict,
+    Tag.SET: _set,
+    Tag.FROZENSET: _frozenset,
+    Tag.SLICE: _slice,
+    Tag.RANGE: _range,
+    Tag.SIZE: _size,
+    Tag.DTYPE: _dtype,
+    Tag.DEVICE: _device,
+    Tag.LAYOUT: _layout,
+    Tag.MEMORY_FORMAT: _memory_format,
+    Tag.AGAIN: _again,
+    Tag.TWICE: _twice,
+    Tag.TENSOR: _tensor,
+    Tag.NAMED: _named,
+    Tag.METHOD: _method,
+    Tag.NAMEDTUPLE: _namedtuple,
+    Tag.DATACLASS: _dataclass,
+    Tag.ENUM: _enum,
+    Tag.ENUM_VALUE: _enum_value,
+    Tag.EXTENSION: _extension,
+    Tag.OPAQUE: _opaque,
+}
+_READERS: list[_ReadValue] = [_unknown] * 256
+for _tag, _reader in _KNOWN.items():
+    _READERS[_tag] = _reader

@@ -1,0 +1,82 @@
+"""The shape of a frame: what stands in its header and how large it may be.
+
+    header | buffer table | freed slots | note | meta | inline buffers
+
+The header has a fixed size and says how many bytes follow it. The buffer table has one row per
+tensor buffer: its length, and where it is (`INLINE`, or an offset in the sender's arena). Freed
+slots are arena offsets that the sender of this frame gives back to its receiver. The note is small
+and belongs to the layer above the calls (autograd); the meta is what the codec wrote.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from telegrad.wire.errors import CodecError
+
+HEADER = struct.Struct("<BBHIIIQQQQ")
+HEADER_SIZE = HEADER.size
+INLINE = (1 << 64) - 1
+ROW = 16
+SLOT = 8
+
+
+class Kind(IntEnum):
+    """What a frame is for."""
+
+    CALL = 1
+    REPLY = 2
+    ERROR = 3
+    POST = 4
+    HOUSEKEEPING = 5
+    LEAVING = 6
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """What a peer may ask us to hold. A frame beyond them ends its connection."""
+
+    frame_bytes: int = 64 << 30
+    meta_bytes: int = 2 << 30
+    buffers: int = 1 << 20
+
+
+LIMITS = FrameLimits()
+_KINDS = frozenset(int(k) for k in Kind)
+
+
+@dataclass(slots=True)
+class Frame:
+    """One received frame. `meta` and `buffers` are this frame's own memory."""
+
+    kind: int
+    call_id: int
+    note: bytes
+    meta: bytes
+    buffers: list[object]
+
+
+def check_header(
+    kind: int,
+    buffers: int,
+    freed: int,
+    note_length: int,
+    meta_length: int,
+    total: int,
+    limits: FrameLimits,
+) -> None:
+    """Refuse a header whose numbers do not agree or pass the limits."""
+    if kind not in _KINDS:
+        raise CodecError(f"a frame of unknown kind {kind} arrived: the stream is not telegrad's")
+    if buffers > limits.buffers or freed > limits.buffers:
+        raise CodecError(f"a frame with {max(buffers, freed)} rows passes the limit {limits.buffers}")
+    if meta_length > limits.meta_bytes:
+        raise CodecError(
+            f"a frame with {meta_length} bytes of metadata passes the limit {limits.meta_bytes}"
+        )
+    if total > limits.frame_bytes:
+        raise CodecError(f"a frame of {total} bytes passes the limit {limits.frame_bytes}")
+    if ROW * buffers + SLOT * freed + note_length + meta_length > total:
+        raise CodecError("a frame's parts are longer than the frame")

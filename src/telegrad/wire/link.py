@@ -1,0 +1,524 @@
+"""One session between two processes, carried by one byte stream at a time.
+
+Writing. Any thread may send. A frame is numbered, kept for a possible resend and put on a queue
+under a short lock; the thread that finds nobody writing becomes the writer and carries the queue to
+the kernel outside of the lock. So no lock is held over a system call, and frames of many threads
+leave in one call. A thread whose frame refers to a tensor's own memory stays until that memory has
+been handed over: when `send` returns, the caller may change its tensors.
+
+Reading. One thread at a time (who, is the business of the layer above). `receive` keeps what it has
+read in the link, never on its stack: a receive that times out or is interrupted can be taken up by
+another thread without a byte lost.
+
+Breaking. When the stream breaks, the reader is told (`LinkBroken`); writers are not, because what
+they sent is kept. `resume` puts a new stream below the session: each end resends what the other has
+not seen. A frame counts as seen when all of it is here, and only then are its shared-memory slots
+mapped or given back: a frame that is cut in the middle leaves no trace.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from telegrad.wire.arena import Arena, ArenaView
+from telegrad.wire.errors import CodecError
+from telegrad.wire.frames import (
+    HEADER,
+    HEADER_SIZE,
+    INLINE,
+    LIMITS,
+    ROW,
+    SLOT,
+    Frame,
+    FrameLimits,
+    Kind,
+    check_header,
+)
+from telegrad.wire.session import Session, SessionError
+from telegrad.wire.stream import Stream
+
+READ_BUFFER = 1 << 18
+SMALL_FRAME = 1 << 16
+ARENA_THRESHOLD = 1 << 16
+QUEUE_BYTES = 8 << 20
+MAX_FREED_PER_FRAME = 512
+ACK_FRAMES = 256
+ACK_BYTES = 1 << 20
+
+Bytes = bytes | memoryview
+
+
+class LinkBroken(ConnectionError):
+    """The stream ended. The session may go on over another one."""
+
+
+class LinkClosed(ConnectionError):
+    """The link was closed for good."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A frame as it left, for a resend; and the tensors whose memory it borrows."""
+
+    parts: tuple[Bytes, ...]
+    borrowed: tuple[tuple[Tensor, int], ...] = ()
+
+    def unchanged(self) -> bool:
+        return all(tensor._version == version for tensor, version in self.borrowed)
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A frame that does not fit the read buffer: filled piece by piece, each into its own memory."""
+
+    header: tuple[int, ...]
+    head: bytearray
+    targets: deque[memoryview]
+    filled: int = 0
+    opened: bool = False
+    arrays: list[np.ndarray] = field(default_factory=list)
+
+
+class Link:
+    """Sends and receives frames; large tensors go through shared memory where both ends have it."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        arena: Arena | None = None,
+        view: ArenaView | None = None,
+        freed: deque[int] | None = None,
+        limits: FrameLimits = LIMITS,
+    ) -> None:
+        """`freed` is where `view` puts the slots that died here."""
+        self.stream = stream
+        self.session: Session[_Kept] = Session()
+        self.closed = False
+        self.broken = False
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._limits = limits
+        self._arena = arena
+        self._view = view
+        self.while_blocked: Callable[[], None] = self._wait_writable
+        self.freed: deque[int] = deque() if freed is None else freed
+
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: list[Bytes] = []
+        self._queued_bytes = 0
+        self._writing = False
+        self._ticket = 0
+        self._tickets_written = 0
+
+        self._buffer = bytearray(READ_BUFFER)
+        self._window = memoryview(self._buffer)
+        self._start = 0
+        self._end = 0
+        self._large: _Incoming | None = None
+
+    # Writing.
+
+    def send(
+        self,
+        kind: int,
+        call_id: int,
+        meta: bytes = b"",
+        buffers: Sequence[memoryview] = (),
+        note: bytes = b"",
+        tensors: Sequence[Tensor] = (),
+        later: bool = False,
+    ) -> None:
+        """Send one frame. `later`: leave it on the queue for the next send or flush."""
+        rows: list[int] = []
+        inline: list[memoryview] = []
+        total = len(meta) + len(note)
+        if buffers:
+            total += self._place(buffers, rows, inline)
+        freed = self._take_freed() if self.freed else ()
+        head = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed) if rows or freed else b""
+        total += len(head)
+        counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
+        own_memory = total <= SMALL_FRAME or not inline
+        with self._lock:
+            if self.closed:
+                raise LinkClosed("the link is closed")
+            seq, ack = self.session.stamp()
+            header = HEADER.pack(*counts, seq, ack, call_id)
+            kept: _Kept
+            if own_memory:
+                whole = b"".join((header, head, note, meta, *inline))
+                kept = _Kept((whole,))
+                self._queue.append(whole)
+            else:
+                kept = _Kept(
+                    (b"".join((header, head, note, meta)), *inline),
+                    tuple((tensor, tensor._version) for tensor in tensors),
+                )
+                self._queue += kept.parts
+            self.session.keep(seq, kept, total)
+            self._queued_bytes += total
+            self.sent_bytes += total
+            self._ticket = ticket = self._ticket + 1
+            if self._writing:
+                if not own_memory or self._queued_bytes > QUEUE_BYTES:
+                    self._await_written(ticket)
+                return
+            if later and own_memory and self._queued_bytes < SMALL_FRAME:
+                return
+            self._writing = True
+        self._write_queue()
+
+    def flush(self) -> None:
+        """Write what `later` left behind."""
+        if self._queue:
+            with self._lock:
+                if self._writing or self.closed:
+                    return
+                self._writing = True
+            self._write_queue()
+
+    @property
+    def has_unwritten(self) -> bool:
+        return bool(self._queue) and not self._writing
+
+    def tidy(self) -> None:
+        """Give back shared memory and acknowledge, without waiting for a message to ride on."""
+        if self.freed:
+            self.send(Kind.HOUSEKEEPING, 0)
+        elif self.session.owes_ack()[0]:
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        with self._lock:
+            if self.closed or self.broken:
+                return
+            header = HEADER.pack(Kind.HOUSEKEEPING, 0, 0, 0, 0, 0, 0, 0, self.session.acknowledge(), 0)
+            self._queue.append(header)
+            if self._writing:
+                return
+            self._writing = True
+        self._write_queue()
+
+    def _place(
+        self, buffers: Sequence[memoryview], rows: list[int], inline: list[memoryview]
+    ) -> int:
+        total = 0
+        for buffer in buffers:
+            size = buffer.nbytes
+            place = None
+            if size >= ARENA_THRESHOLD and self._arena is not None:
+                place = self._arena.place(buffer)
+            if place is None:
+                place = INLINE
+                inline.append(buffer)
+                total += size
+            rows.append(size)
+            rows.append(place)
+        return total
+
+    def _take_freed(self) -> list[int]:
+        freed: list[int] = []
+        while self.freed and len(freed) < MAX_FREED_PER_FRAME:
+            freed.append(self.freed.popleft())
+        return freed
+
+    def _await_written(self, ticket: int) -> None:
+        while self._tickets_written < ticket and not self.broken:
+            if self.closed:
+                raise LinkClosed("the link was closed while a message waited to be written")
+            self._changed.wait()
+
+    def _write_queue(self) -> None:
+        """Carry the queue to the stream until it is empty. The caller has set `_writing`."""
+        written = 0
+        while True:
+            with self._lock:
+                self._tickets_written = max(self._tickets_written, written)
+                if not self._queue or self.broken or self.closed:
+                    # In one step with the look at the queue: a frame that came before is seen, and
+                    # who brings one after finds nobody writing.
+                    self._writing = False
+                    self._changed.notify_all()
+                    return
+                self._changed.notify_all()
+                parts, self._queue = self._queue, []
+                written = self._ticket
+                self._queued_bytes = 0
+            try:
+                self._write(parts)
+            except BaseException:
+                self.mark_broken()
+                with self._lock:
+                    self._writing = False
+                    self._changed.notify_all()
+                raise
+
+    def _write(self, views: list[Bytes]) -> None:
+        stream = self.stream
+        while views:
+            try:
+                sent = stream.try_send(views)
+            except OSError:
+                self.mark_broken()
+                return
+            if sent == 0:
+                self.while_blocked()
+                if self.broken or self.closed:
+                    return
+                continue
+            views = _rest(views, sent)
+
+    def _wait_writable(self) -> None:
+        self.stream.wait_writable(0.1)
+
+    # Reading.
+
+    def receive(self) -> Frame | None:
+        """The next frame; None if the stream's receive timeout passed first."""
+        while True:
+            if self._large is not None:
+                if not self._fill_large(self._large):
+                    return None
+                large, self._large = self._large, None
+                frame = self._finish_large(large)
+                if frame is not None:
+                    return frame
+                continue
+            have = self._end - self._start
+            need = HEADER_SIZE
+            if have >= HEADER_SIZE:
+                header = HEADER.unpack_from(self._buffer, self._start)
+                kind, _, note_length, rows, freed, meta_length, total, *_ = header
+                check_header(kind, rows, freed, note_length, meta_length, total, self._limits)
+                if total > SMALL_FRAME:
+                    self._start += HEADER_SIZE
+                    head = bytearray(ROW * rows + SLOT * freed + note_length + meta_length)
+                    self._large = _Incoming(header, head, deque([memoryview(head)]))
+                    continue
+                need = HEADER_SIZE + total
+                if have >= need:
+                    frame = self._take_small(header)
+                    if frame is not None:
+                        return frame
+                    continue
+            if not self._fill(need):
+                return None
+
+    def has_frame(self) -> bool:
+        """Whether a whole small frame has been read already."""
+        have = self._end - self._start
+        if have < HEADER_SIZE:
+            return False
+        total: int = HEADER.unpack_from(self._buffer, self._start)[6]
+        return have >= HEADER_SIZE + total
+
+    def has_bytes(self) -> bool:
+        """Whether there is something to take up without a look at the kernel's buffer."""
+        return self._end > self._start or self.stream.pending() > 0
+
+    def _fill(self, need: int) -> bool:
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start + need > READ_BUFFER:
+            rest = bytes(self._window[self._start : self._end])
+            self._window[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        count = self._read(self._window[self._end :])
+        self._end += count
+        return count > 0
+
+    def _read(self, target: memoryview) -> int:
+        """Bytes read, 0 if the receive timeout passed."""
+        if self.broken or self.closed:
+            raise LinkBroken("the connection broke")
+        try:
+            count = self.stream.recv_into(target)
+        except OSError as error:
+            self.mark_broken()
+            raise LinkBroken(f"the connection broke: {error}") from None
+        if count == 0:
+            self.mark_broken()
+            raise LinkBroken("the other end closed the connection")
+        if count < 0:
+            return 0
+        self.received_bytes += count
+        return count
+
+    def _take_small(self, header: tuple[int, ...]) -> Frame | None:
+        kind, _, note_length, rows, freed, meta_length, total, seq, ack, call_id = header
+        window = self._window
+        at = self._start + HEADER_SIZE
+        end = at + total
+        if not self._admit(seq, ack, total):
+            self._start = end
+            return None
+        table: tuple[int, ...] = ()
+        if rows or freed:
+            table = struct.unpack_from(f"<{2 * rows + freed}Q", self._buffer, at)
+            at += ROW * rows + SLOT * freed
+        note = bytes(window[at : at + note_length]) if note_length else b""
+        at += note_length
+        meta = bytes(window[at : at + meta_length])
+        at += meta_length
+        buffers: list[object] = []
+        for row in range(rows):
+            size, place = table[2 * row], table[2 * row + 1]
+            if place == INLINE:
+                if at + size > end:
+                    raise CodecError("a frame's buffers are longer than the frame")
+                buffers.append(bytearray(window[at : at + size]))
+                at += size
+            else:
+                buffers.append(self._shared(place, size))
+        if at != end:
+            raise CodecError("a frame is longer than its parts")
+        self._start = end
+        if freed:
+            self._release(table[2 * rows :])
+        if kind == Kind.HOUSEKEEPING:
+            return None
+        return Frame(kind, call_id, note, meta, buffers)
+
+    def _fill_large(self, large: _Incoming) -> bool:
+        while True:
+            while large.targets:
+                target = large.targets[0]
+                if large.filled == target.nbytes:
+                    large.targets.popleft()
+                    large.filled = 0
+                elif self._end > self._start:
+                    count = min(target.nbytes - large.filled, self._end - self._start)
+                    source = self._window[self._start : self._start + count]
+                    target[large.filled : large.filled + count] = source
+                    self._start += count
+                    large.filled += count
+                else:
+                    count = self._read(target[large.filled :])
+                    if count == 0:
+                        return False
+                    large.filled += count
+            if large.opened:
+                return True
+            self._open_large(large)
+
+    def _open_large(self, large: _Incoming) -> None:
+        """The head is here: allocate the buffers that it announces."""
+        rows, total = large.header[3], large.header[6]
+        table = struct.unpack_from(f"<{2 * rows}Q", large.head)
+        sizes = [table[2 * row] for row in range(rows) if table[2 * row + 1] == INLINE]
+        if len(large.head) + sum(sizes) != total:
+            raise CodecError("a frame's length and the lengths of its parts differ")
+        large.arrays = [np.empty(size, np.uint8) for size in sizes]
+        large.targets.extend(memoryview(array) for array in large.arrays if array.nbytes)
+        large.opened = True
+
+    def _finish_large(self, large: _Incoming) -> Frame | None:
+        kind, _, note_length, rows, freed, _, total, seq, ack, call_id = large.header
+        if not self._admit(seq, ack, total):
+            return None
+        table = struct.unpack_from(f"<{2 * rows + freed}Q", large.head)
+        at = ROW * rows + SLOT * freed
+        note = bytes(large.head[at : at + note_length])
+        meta = bytes(memoryview(large.head)[at + note_length :])
+        arrays = iter(large.arrays)
+        buffers: list[object] = [
+            next(arrays) if table[2 * row + 1] == INLINE else self._shared(*table[2 * row : 2 * row + 2][::-1])
+            for row in range(rows)
+        ]
+        if freed:
+            self._release(table[2 * rows :])
+        return Frame(kind, call_id, note, meta, buffers)
+
+    def _shared(self, offset: int, size: int) -> object:
+        if self._view is None:
+            raise CodecError("a frame refers to shared memory that this link does not have")
+        return self._view.array(offset, size)
+
+    def _release(self, offsets: tuple[int, ...]) -> None:
+        if self._arena is None:
+            raise CodecError("a frame gives back shared memory that this link never lent")
+        for offset in offsets:
+            self._arena.release(offset)
+
+    def _admit(self, seq: int, ack: int, size: int) -> bool:
+        """Note the acknowledgement; whether the frame is new and to be taken."""
+        session = self.session
+        try:
+            session.acknowledged(ack)
+            if seq == 0 or not session.accept(seq, size):
+                return False
+        except SessionError as error:
+            raise CodecError(str(error)) from None
+        frames, bytes_ = session.owes_ack()
+        if frames >= ACK_FRAMES or bytes_ >= ACK_BYTES:
+            self._acknowledge()
+        return True
+
+    # Breaking, resuming, closing.
+
+    def mark_broken(self) -> None:
+        """Give the stream up. Blocked readers and writers come back at once."""
+        with self._lock:
+            if self.broken:
+                return
+            self.broken = True
+            self._changed.notify_all()
+        self.stream.close()
+
+    def resume(self, stream: Stream, peer_has_seen: int) -> None:
+        """Go on over a new stream: what the peer has not seen is sent again, in order.
+
+        To be called by the reader (or when there is none). Raises `SessionError` if that is not
+        possible any more: the peer then counts as lost.
+        """
+        with self._lock:
+            while self._writing:
+                self._changed.wait()
+            if self.closed:
+                raise LinkClosed("the link is closed")
+            self.session.resume(peer_has_seen)
+            kept = list(self.session.unacknowledged())
+            if not all(frame.unchanged() for frame in kept):
+                raise SessionError(
+                    "the connection broke while a tensor was on its way, and the tensor has been "
+                    "changed in place since: it cannot be sent again as it was"
+                )
+            self.stream = stream
+            self.broken = False
+            self._start = self._end = 0
+            self._large = None
+            self._queue = [part for frame in kept for part in frame.parts]
+            self._queued_bytes = 0
+            self._writing = True
+        self._write_queue()
+
+    def close(self) -> None:
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+        self.stream.close()
+
+
+def _rest(views: list[Bytes], sent: int) -> list[Bytes]:
+    """What is left of the views after so many bytes."""
+    for index, view in enumerate(views):
+        size = view.nbytes if isinstance(view, memoryview) else len(view)
+        if sent < size:
+            rest = views[index:]
+            if sent:
+                rest[0] = memoryview(view).cast("B")[sent:]
+            return rest
+        sent -= size
+    return []

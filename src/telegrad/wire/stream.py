@@ -1,0 +1,141 @@
+"""A byte stream as a link needs it: one thread reads, another may write at the same time.
+
+The calls are few and each is cheap: on a plain socket, `recv_into` and `try_send` are one system
+call each. Reading blocks and is bounded by the kernel (`SO_RCVTIMEO`), not by a poll before each
+read. Writing never blocks: a writer that finds the stream full has better things to do than to
+wait, above all to read, or two ends that write at once would wait for each other for ever.
+
+Closing. `close` shuts the connection down, which wakes the reader and tells the peer. The
+descriptor itself is closed when the stream is collected: a thread that is just entering a system
+call still holds the stream, so the number it holds cannot come to mean another file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+DO_NOT_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_MAX_PARTS = os.sysconf("SC_IOV_MAX")
+_TIMEVAL = struct.Struct("@ll")
+
+Part = bytes | memoryview
+"""What can be sent: bytes, or a C-contiguous memoryview."""
+
+
+class Stream(Protocol):
+    """One reading thread at a time, one writing thread at a time; the two may differ."""
+
+    @property
+    def loss(self) -> OSError | None:
+        """Why the stream ended, when the kernel gave a reason other than end-of-file."""
+
+    def recv_into(self, view: memoryview) -> int:
+        """Wait for bytes and read some; 0 when the stream has ended, -1 after the timeout."""
+
+    def set_receive_timeout(self, seconds: float | None) -> None:
+        """How long `recv_into` may wait; None for ever."""
+
+    def try_send(self, parts: Sequence[Part]) -> int:
+        """Send what fits now and return how many bytes that was, 0 if none.
+
+        The next call must begin with the first byte that was not sent. Raises ConnectionError
+        when the stream has ended.
+        """
+
+    def wait_writable(self, timeout: float | None) -> bool:
+        """Wait until `try_send` may have something to do: room, or an error to raise."""
+
+    def pending(self) -> int:
+        """More than 0 if a read may give bytes although the descriptor is not readable."""
+
+    def fileno(self) -> int:
+        """The descriptor, for poll."""
+
+    def close(self) -> None:
+        """End the stream for both ends. Any thread may do so, more than once."""
+
+
+class PlainStream:
+    """A stream over a connected socket, which it owns from then on."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        self.loss: OSError | None = None
+        self._socket = sock
+        close_when_collected(self, sock)
+
+    def recv_into(self, view: memoryview) -> int:
+        try:
+            return self._socket.recv_into(view)
+        except BlockingIOError:
+            return -1
+        except OSError as error:
+            self.loss = error
+            return 0
+
+    def set_receive_timeout(self, seconds: float | None) -> None:
+        set_receive_timeout(self._socket, seconds)
+
+    def try_send(self, parts: Sequence[Part]) -> int:
+        try:
+            if len(parts) == 1:
+                return self._socket.send(parts[0], DO_NOT_WAIT)
+            if len(parts) > _MAX_PARTS:
+                parts = parts[:_MAX_PARTS]
+            return self._socket.sendmsg(parts, (), DO_NOT_WAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.loss = error
+            raise as_connection_error(error) from None
+
+    def wait_writable(self, timeout: float | None) -> bool:
+        return wait_writable(self._socket, timeout)
+
+    def pending(self) -> int:
+        return 0
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        shut_down(self._socket)
+
+
+def close_when_collected(stream: Stream, sock: socket.socket) -> None:
+    """At exit the system closes what is left, when no thread can be surprised by it any more."""
+    weakref.finalize(stream, sock.close).atexit = False
+
+
+def set_receive_timeout(sock: socket.socket, seconds: float | None) -> None:
+    """Let the kernel bound a blocking read. The smallest bound is a microsecond: 0 means none."""
+    micros = 0 if seconds is None else max(1, round(seconds * 1e6))
+    value = _TIMEVAL.pack(*divmod(micros, 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+
+def wait_writable(sock: socket.socket, timeout: float | None) -> bool:
+    """Wait for room in the socket's buffer, or for its end."""
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+
+def shut_down(sock: socket.socket) -> None:
+    """End a connection so that both ends notice; one that has ended already is left alone."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def as_connection_error(error: OSError) -> ConnectionError:
+    """The kernel reports a peer that fell silent as a timeout: to a writer it is a lost one."""
+    if isinstance(error, ConnectionError):
+        return error
+    return ConnectionError(error.errno, error.strerror)

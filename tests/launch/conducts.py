@@ -1,0 +1,91 @@
+"""Processes that meet in torch's store and make no calls: the launcher without RPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from datetime import timedelta
+
+import numpy
+import torch
+from torch.distributed import TCPStore
+
+from telegrad.launch.job import Conduct, Seat
+
+_stores: dict[str, TCPStore] = {}
+
+
+def join(seat: Seat) -> None:
+    store = TCPStore(
+        "127.0.0.1",
+        seat.store_port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seat.timeout),
+    )
+    _stores[seat.name] = store
+    facts = {
+        "name": seat.name,
+        "pid": os.getpid(),
+        "threads": torch.get_num_threads(),
+        "random": [random.random(), float(numpy.random.rand()), float(torch.rand(()))],
+        "environment": os.environ.get("TELEGRAD_TEST"),
+    }
+    store.set(str(seat.rank), json.dumps(facts))
+    store.wait([str(rank) for rank in range(seat.world_size)])
+
+
+def serve(seat: Seat) -> None:
+    _stores[seat.name].wait(["done"])
+
+
+def leave(graceful: bool) -> None:
+    if graceful:
+        _stores["main"].set("done", "")
+
+
+def facts(rank: int) -> dict[str, object]:
+    """What the worker with this rank said of itself when it joined."""
+    return json.loads(_stores["main"].get(str(rank)))
+
+
+def compute_then_join(seat: Seat) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    (x @ x).sum().backward()
+    join(seat)
+
+
+def raise_in_worker2(seat: Seat) -> None:
+    if seat.name == "worker2":
+        raise ValueError("no such data set")
+    join(seat)
+
+
+def abort_in_worker2(seat: Seat) -> None:
+    if seat.name == "worker2":
+        os.abort()
+    join(seat)
+
+
+def never_join(seat: Seat) -> None:
+    if seat.name == "main":
+        join(seat)
+    else:
+        while True:
+            os.read(os.pipe()[0], 1)
+
+
+def ignore_end_then_join(seat: Seat) -> None:
+    if seat.name != "main":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    join(seat)
+
+
+STORE = Conduct(join, serve, leave)
+COMPUTING = Conduct(compute_then_join, serve, leave)
+RAISING = Conduct(raise_in_worker2, serve, leave)
+ABORTING = Conduct(abort_in_worker2, serve, leave)
+ABSENT = Conduct(never_join, serve, leave)
+STUBBORN = Conduct(ignore_end_then_join, serve, leave)

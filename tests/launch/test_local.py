@@ -1,0 +1,258 @@
+"""Local jobs: workers start, serve and end with main, whatever way main ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from telegrad.launch.errors import LaunchError
+from telegrad.launch.job import Conduct
+from telegrad.launch.local import run_with, worker_names
+from tests.launch import conducts
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+
+
+def run(
+    main: Callable[[], T],
+    workers: int = 2,
+    *,
+    conduct: Conduct = conducts.STORE,
+    seed: int | None = None,
+    timeout: float = 60.0,
+    threads: int = 1,
+    env: dict[str, str] | None = None,
+) -> T:
+    names = worker_names(workers)
+    return run_with(
+        conduct, main, names, env=env or {}, threads=threads, seed=seed, timeout=timeout
+    )
+
+
+def all_facts(workers: int) -> list[dict[str, object]]:
+    return [conducts.facts(rank) for rank in range(workers + 1)]
+
+
+def is_running(pid: object) -> bool:
+    assert isinstance(pid, int)
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_main_runs_here_and_its_result_is_returned() -> None:
+    facts = run(lambda: all_facts(2))
+    assert [fact["name"] for fact in facts] == ["main", "worker1", "worker2"]
+    assert facts[0]["pid"] == os.getpid()
+    assert len({fact["pid"] for fact in facts}) == 3
+
+
+def test_no_process_is_left_after_main_returned() -> None:
+    facts = run(lambda: all_facts(2))
+    assert not any(is_running(fact["pid"]) for fact in facts[1:])
+    assert not _children_of(os.getpid())
+
+
+def test_an_error_in_main_is_raised_and_ends_the_workers_at_once() -> None:
+    pids: list[object] = []
+
+    def main() -> None:
+        pids.extend(fact["pid"] for fact in all_facts(2)[1:])
+        raise LookupError("in main")
+
+    with pytest.raises(LookupError, match="in main"):
+        run(main)
+    assert len(pids) == 2
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_workers_that_ignore_the_request_to_end_are_killed() -> None:
+    pids: list[object] = []
+
+    def main() -> None:
+        pids.extend(fact["pid"] for fact in all_facts(2)[1:])
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        run(main, conduct=conducts.STUBBORN)
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_worker_that_raises_at_start_is_named_with_its_traceback() -> None:
+    with pytest.raises(LaunchError, match=r"(?s)worker2.*exit code 1.*no such data set"):
+        run(lambda: None, conduct=conducts.RAISING)
+
+
+def test_a_worker_that_crashes_at_start_is_named_with_its_signal() -> None:
+    with pytest.raises(LaunchError, match=r"worker2.*SIGABRT"):
+        run(lambda: None, conduct=conducts.ABORTING)
+
+
+def test_workers_that_never_join_are_given_up_after_the_timeout() -> None:
+    with pytest.raises(LaunchError, match="did not all join within 4 s"):
+        run(lambda: None, conduct=conducts.ABSENT, timeout=4.0)
+
+
+def test_an_error_in_main_tells_which_worker_was_lost_before() -> None:
+    def main() -> None:
+        pid = conducts.facts(1)["pid"]
+        assert isinstance(pid, int)
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid], 2.0)
+        raise ConnectionError("worker1 does not answer")
+
+    with pytest.raises(ConnectionError) as caught:
+        run(main)
+    assert any("worker1" in note and "SIGKILL" in note for note in caught.value.__notes__)
+
+
+def test_workers_compute_and_differentiate_after_the_fork() -> None:
+    run(lambda: None, conduct=conducts.COMPUTING, threads=2)
+
+
+def test_workers_have_the_threads_and_the_environment_that_were_asked_for() -> None:
+    facts = run(lambda: all_facts(1), 1, threads=2, env={"TELEGRAD_TEST": "yes"})
+    assert facts[1]["threads"] == 2
+    assert facts[1]["environment"] == "yes"
+    assert "TELEGRAD_TEST" not in os.environ
+
+
+def test_random_numbers_differ_between_workers_and_repeat_with_a_seed() -> None:
+    first = [fact["random"] for fact in run(lambda: all_facts(2), seed=7)]
+    second = [fact["random"] for fact in run(lambda: all_facts(2), seed=7)]
+    assert first == second
+    for kind in range(3):
+        assert len({str(numbers[kind]) for numbers in first}) == 3  # type: ignore[index]
+
+
+def test_sixty_four_workers_start_and_end_in_seconds() -> None:
+    started = time.monotonic()
+    facts = run(lambda: all_facts(64), 64)
+    assert len({fact["pid"] for fact in facts}) == 65
+    assert time.monotonic() - started < 30
+
+
+def _children_of(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+SCRIPT = """
+import os, sys, time
+from telegrad.launch.local import run_with, worker_names
+from tests.launch import conducts
+
+{top}
+
+def main():
+    print(" ".join(str(conducts.facts(rank)["pid"]) for rank in range(3)), flush=True)
+    {body}
+
+{guard}
+    run_with(conducts.STORE, main, worker_names(2), env={{}}, threads=1, seed=None, timeout=60)
+"""
+GUARD = 'if __name__ == "__main__":'
+
+
+def start_script(
+    tmp_path: Path, *, body: str = "pass", top: str = "", guard: str = GUARD
+) -> subprocess.Popen[str]:
+    path = tmp_path / "job.py"
+    path.write_text(SCRIPT.format(body=body, top=top, guard=guard))
+    return subprocess.Popen(
+        [sys.executable, str(path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_pids(script: subprocess.Popen[str]) -> list[int]:
+    assert script.stdout is not None
+    return [int(word) for word in script.stdout.readline().split()]
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {pids}"
+        time.sleep(0.01)
+
+
+def test_interrupt_ends_main_and_workers_within_two_seconds(tmp_path: Path) -> None:
+    script = start_script(tmp_path, body="time.sleep(600)")
+    pids = read_pids(script)
+    assert len(pids) == 3
+    script.send_signal(signal.SIGINT)
+    wait_until_gone(pids[1:], 2.0)
+    _, err = script.communicate(timeout=10)
+    assert script.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_when_the_caller_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+    script = start_script(tmp_path, body="time.sleep(600)")
+    pids = read_pids(script)
+    servers = _children_of(pids[0])
+    assert len(servers) == 1
+    script.send_signal(number)
+    script.communicate(timeout=10)
+    wait_until_gone([*pids[1:], *servers], 2.0)
+
+
+def test_workers_end_when_the_fork_server_is_killed(tmp_path: Path) -> None:
+    script = start_script(tmp_path, body="time.sleep(600)")
+    pids = read_pids(script)
+    os.kill(_children_of(pids[0])[0], signal.SIGKILL)
+    wait_until_gone(pids[1:], 2.0)
+    script.kill()
+    script.communicate(timeout=10)
+
+
+def test_a_script_that_starts_threads_when_imported_still_gets_workers(tmp_path: Path) -> None:
+    top = "import threading; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    script = start_script(tmp_path, top=top)
+    out, err = script.communicate(timeout=60)
+    assert script.returncode == 0, err
+    assert len(out.split()) == 3
+
+
+def test_a_script_without_guard_is_told_so(tmp_path: Path) -> None:
+    script = start_script(tmp_path, guard="if True:")
+    _, err = script.communicate(timeout=60)
+    assert script.returncode == 1
+    assert 'put the call under `if __name__ == "__main__":`' in err
+
+
+def test_names_of_workers() -> None:
+    assert worker_names(2) == ("worker1", "worker2")
+    assert worker_names(["ps", "trainer"]) == ("ps", "trainer")
+    with pytest.raises(ValueError, match="given twice"):
+        worker_names(["ps", "ps"])
+    with pytest.raises(ValueError, match="'main'"):
+        worker_names(["main"])
+    with pytest.raises(ValueError, match="0 or more"):
+        worker_names(-1)
+    with pytest.raises(TypeError, match="one string"):
+        worker_names("ps")
+
+
+def test_the_number_of_workers_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TELEGRAD_WORKERS", "3")
+    assert len(worker_names(None)) == 3
+    monkeypatch.delenv("TELEGRAD_WORKERS")
+    with pytest.raises(ValueError, match="telegrad run SCRIPT --workers N"):
+        worker_names(None)

@@ -1,0 +1,113 @@
+"""Classes and functions that the codec's tests send; they need names that can be imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, Flag, auto
+from functools import wraps
+from typing import Any, NamedTuple
+
+from telegrad.wire.codec import export, extend
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Node:
+    name: str
+    links: list[Any] = field(default_factory=list)
+    cache: Any = field(init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    a: Any
+    b: Any
+
+
+class Color(Enum):
+    RED = 1
+    BLUE = "blue"
+
+
+class Access(Flag):
+    READ = auto()
+    WRITE = auto()
+
+
+class Opaque:
+    """Known to nobody but pickle."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def method(self, x: int) -> tuple[str, int]:
+        return "method", x
+
+    @classmethod
+    def made(cls) -> Opaque:
+        return cls()
+
+
+class Ticket:
+    """An extension type: travels as its number, and tells its scope."""
+
+    def __init__(self, number: Any) -> None:
+        self.number = number
+
+
+def _reduce(ticket: Ticket, scope: Any) -> Any:
+    scope.append(("leaves", ticket.number))
+    return ticket.number
+
+
+def _rebuild(number: Any, scope: Any) -> Ticket:
+    scope.append(("arrives", number))
+    return Ticket(number)
+
+
+extend("test.ticket", Ticket, _reduce, _rebuild)
+
+
+@export
+def exported(x: int) -> int:
+    return x
+
+
+def unexported(x: int) -> int:
+    return x
+
+
+@export
+@dataclass
+class Record:
+    a: Any
+    b: Any = None
+
+
+@export
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@export
+class Mode(Enum):
+    ON = 1
+    OFF = 2
+
+
+def _doubling(fn: Any) -> Any:
+    @wraps(fn)
+    def doubled(x: int) -> int:
+        return 2 * int(fn(x))
+
+    return doubled
+
+
+@_doubling
+def decorated(x: int) -> int:
+    return x

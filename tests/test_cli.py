@@ -38,9 +38,7 @@ def test_a_missing_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "many"])
-def test_a_bad_number_of_workers_is_named(
-    number: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_number_of_workers_is_named(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "x.py", f"--workers={number}"])
     assert f"{number!r} is not a number of 1 or more" in capsys.readouterr().err

@@ -67,8 +67,6 @@ def _look(subject: str, look: Callable[[], str]) -> Finding:
 
 
 def _python() -> str:
-    if sys.version_info < (3, 11):
-        raise _NotGood(platform.python_version(), "use Python 3.11 or later")
     return f"{platform.python_version()} at {sys.executable}"
 
 
@@ -110,10 +108,12 @@ def _proc() -> str:
 
 
 def _loopback() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname(), timeout=2):
-            server.settimeout(2)
-            server.accept()[0].close()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), timeout=2),
+    ):
+        server.settimeout(2)
+        server.accept()[0].close()
     return "127.0.0.1 connects"
 
 

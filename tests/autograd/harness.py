@@ -186,16 +186,17 @@ class Workers:
     def __init__(
         self, count: int, seed: int = 0, *, in_order: bool = True, engine_waits: float = 0.5
     ) -> None:
-        self.network = Network(
-            random.Random(seed), in_order=in_order, engine_waits=engine_waits
-        )
+        self.network = Network(random.Random(seed), in_order=in_order, engine_waits=engine_waits)
         self.nodes = [Mailbox(i, self.network) for i in range(count)]
         self.context_id = self.nodes[0].autograd.new_context().id
 
     def context(self, worker: int) -> Context:
-        context = self.nodes[worker].autograd.container.join(self.context_id, worker)
+        """The part of a worker, which worker 0 has made by a call if nothing else did."""
+        context = self.nodes[worker].autograd.container.find(self.context_id)
         if context is None:
-            context = self.nodes[worker].autograd.container.get(self.context_id)
+            self.nodes[0].autograd.container.get(self.context_id).know(worker)
+            context = self.nodes[worker].autograd.container.join(self.context_id, 0)
+        assert context is not None
         return context
 
     def cross(self, source: int, target: int, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -238,7 +239,8 @@ class Workers:
         self.nodes[worker].autograd.backward(self.context(worker), roots, options)
 
     def gradient(self, worker: int, leaf: Tensor) -> Tensor | None:
-        return self.context(worker).gradients().get(leaf)
+        context = self.nodes[worker].autograd.container.find(self.context_id)
+        return None if context is None else context.gradients().get(leaf)
 
     def release(self) -> None:
         self.nodes[0].autograd.release(self.context_id)

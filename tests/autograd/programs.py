@@ -21,7 +21,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,8 @@ from telegrad.autograd.messages import Mode
 from tests.autograd.harness import Workers, clone_all
 
 FEATURES = frozenset(
-    ["hook", "post", "custom", "undefined", "fail", "checkpoint", "module", "sparse", "late", "passes"]
+    ["hook", "post", "custom", "undefined", "fail"]
+    + ["checkpoint", "module", "sparse", "late", "passes"]
 )
 
 
@@ -121,9 +122,13 @@ class Program:
 
 # Making programs.
 
-_COMMON = (
-    "add mul mm sin bias gated residual slice unbind inplace copyslice cast detached view".split()
-)
+_COMMON = ["add", "mul", "mm", "sin", "bias", "gated", "residual", "slice", "unbind"] + [
+    "inplace",
+    "copyslice",
+    "cast",
+    "detached",
+    "view",
+]
 _BY_FEATURE = {
     "custom": "two_outputs",
     "undefined": "undefined",
@@ -152,9 +157,7 @@ class _Author:
         self._parameters()
         for _ in range(self.rng.randint(4, 45)):
             self._step()
-        return Program(
-            self.workers, tuple(self.parameters), tuple(self.steps), tuple(self.home)
-        )
+        return Program(self.workers, tuple(self.parameters), tuple(self.steps), tuple(self.home))
 
     def _value(self, worker: int) -> int:
         self.home.append(worker)
@@ -493,9 +496,7 @@ def choose_passes(rng: random.Random, machine: Machine, features: frozenset[str]
     return passes
 
 
-def gradients_in_one_process(
-    machine: Machine, passes: list[Pass]
-) -> list[Tensor | None]:
+def gradients_in_one_process(machine: Machine, passes: list[Pass]) -> list[Tensor | None]:
     total: list[Tensor | None] = [None] * len(machine.parameters)
     for _, roots in passes:
         torch.autograd.backward([machine.values[i].sum() for i in roots], retain_graph=True)
@@ -603,22 +604,119 @@ def _compare_hooks(oracle: Machine, machine: Machine, tolerance: float, strict: 
 
     expected, found = calls(oracle), calls(machine)
     if [number for number, _ in expected] != [number for number, _ in found]:
-        raise Mismatch(
-            f"hook calls {[n for n, _ in expected]} but {[n for n, _ in found]}"
-        )
+        raise Mismatch(f"hook calls {[n for n, _ in expected]} but {[n for n, _ in found]}")
     for (number, a), (_, b) in zip(expected, found, strict=True):
         if not _close(a, b, tolerance):
             raise Mismatch(f"hook {number} saw {b} instead of {a}")
 
 
+# Gradients of gradients.
+
+
+def _twice_differentiable(program: Program) -> Program:
+    """The program in double precision and without changes in place."""
+    steps: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, Operation) and step.name in ("inplace", "copyslice"):
+            continue
+        if isinstance(step, Operation) and step.name == "cast":
+            step = replace(step, name="mul")
+        steps.append(step)
+    parameters = tuple(replace(p, dtype=torch.float64) for p in program.parameters)
+    return replace(program, steps=tuple(steps), parameters=parameters)
+
+
+Gradients = list[Tensor | None]
+
+
+def _second_order(
+    machine: Machine,
+    crossings: Crossings,
+    seed: int,
+    differentiate: Callable[[int, Sequence[Tensor], bool], Gradients],
+) -> tuple[Gradients, Gradients | None]:
+    """The gradients of a first loss, and those of a loss made of these gradients."""
+    rng = random.Random(seed)
+    machine.run(crossings)
+    worker, roots = choose_passes(rng, machine, frozenset())[0]
+    first = differentiate(worker, [machine.values[i].tanh().sum() for i in roots], True)
+    where = rng.randrange(machine.program.workers)
+    terms: list[Tensor] = []
+    for gradient, parameter in zip(first, machine.program.parameters, strict=True):
+        if gradient is not None and gradient.requires_grad:
+            terms += crossings.cross(parameter.worker, where, [gradient * gradient])
+    if rng.random() < 0.5:
+        terms += [t.sin() for t in crossings.cross(worker, where, [machine.values[roots[0]]])]
+    kept = [None if g is None else g.detach().clone() for g in first]
+    if not terms:
+        return kept, None
+    return kept, differentiate(where, [sum(t.sum() for t in terms)], False)
+
+
+def compare_second_order(seed: int, features: frozenset[str]) -> str:
+    """Compare gradients, and gradients of gradients, with those of one process."""
+    program = _twice_differentiable(write_program(seed, features))
+    oracle = Machine(program, seed)
+
+    def locally(_: int, roots: Sequence[Tensor], create_graph: bool) -> Gradients:
+        ones = [torch.ones_like(root) for root in roots]
+        leaves = oracle.parameters
+        return list(
+            torch.autograd.grad(roots, leaves, ones, create_graph=create_graph, allow_unused=True)
+        )
+
+    try:
+        expected = _second_order(oracle, OneProcess(), seed, locally)
+    except RuntimeError as error:
+        raise Skip(str(error)[:40]) from error
+    rng = random.Random(seed)
+    workers = Workers(
+        program.workers,
+        seed,
+        in_order=rng.random() < 0.6,
+        engine_waits=rng.choice([0, 0.5, 0.9]),
+    )
+    machine = Machine(program, seed)
+    seen: dict[Tensor, Tensor] = {}
+
+    def remotely(worker: int, roots: Sequence[Tensor], create_graph: bool) -> Gradients:
+        workers.backward(worker, roots, create_graph=create_graph)
+        total: Gradients = []
+        for leaf, p in zip(machine.parameters, program.parameters, strict=True):
+            gradient = workers.gradient(p.worker, leaf)
+            before = seen.get(leaf)
+            if gradient is None or gradient is before:
+                total.append(None)
+            elif before is None:
+                total.append(gradient)
+                seen[leaf] = gradient
+            else:
+                total.append(gradient.to_dense() - before.to_dense())
+        return total
+
+    found = _second_order(machine, workers, seed, remotely)
+    for order, (a, b) in enumerate(zip(expected, found, strict=True), start=1):
+        if (a is None) != (b is None):
+            raise Mismatch(f"only one run has a loss of order {order}")
+        for i, (x, y) in enumerate(zip(a or (), b or (), strict=True)):
+            if not _close(x, y, 1e-7, strict=order == 1):
+                raise Mismatch(f"order {order}, parameter {i}: {x} but {y}")
+    return "equal" if expected[1] is not None else "equal, no second loss"
+
+
 # The long run.
 
 
-def outcomes(seeds: Sequence[int], features: frozenset[str]) -> Iterator[tuple[int, str]]:
+Compare = Callable[[int, frozenset[str]], str]
+
+
+def outcomes(
+    seeds: Sequence[int], features: frozenset[str], compare: Compare = compare_one
+) -> Iterator[tuple[int, str]]:
     """For each seed what became of its program; anything that starts with FAILED is a bug."""
     for seed in seeds:
         try:
-            yield seed, compare_one(seed, features)
+            yield seed, compare(seed, features)
         except Skip as skip:
             yield seed, f"skipped: {skip}"
         except Exception as error:
@@ -631,6 +729,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--features", default="hook,custom,module,passes")
+    parser.add_argument("--second-order", action="store_true", help="gradients of gradients")
     given = parser.parse_args(arguments)
     features = frozenset(given.features.split(",")) - {""}
     unknown = features - FEATURES
@@ -639,7 +738,9 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")
     started = time.monotonic()
     tally: Counter[str] = Counter()
-    for seed, outcome in outcomes(range(given.seed, given.seed + given.count), features):
+    seeds = range(given.seed, given.seed + given.count)
+    compare = compare_second_order if given.second_order else compare_one
+    for seed, outcome in outcomes(seeds, features, compare):
         kind = outcome.split(":")[0].split("\n")[0]
         tally[kind] += 1
         if outcome.startswith("FAILED") and tally[kind] <= 3:

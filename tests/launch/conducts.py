@@ -6,25 +6,19 @@ import json
 import os
 import random
 import signal
-from datetime import timedelta
 
 import numpy
 import torch
 from torch.distributed import TCPStore
 
 from telegrad.launch.job import Conduct, Seat
+from telegrad.launch.store import visit_store
 
 _stores: dict[str, TCPStore] = {}
 
 
 def join(seat: Seat) -> None:
-    store = TCPStore(
-        "127.0.0.1",
-        seat.store_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=seat.timeout),
-    )
+    store = visit_store(seat.store_port, seat.timeout)
     _stores[seat.name] = store
     facts = {
         "name": seat.name,

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import multiprocessing
 import os
+import select
 import socket
 import stat
 import threading
@@ -249,3 +251,24 @@ def test_a_shared_directory_reaches_across_network_namespaces(directory: Path) -
         with server:
             assert server.recv(1) == b"y"
         closer.join()
+
+
+def fill(sock: socket.socket) -> None:
+    try:
+        while True:
+            sock.send(bytes(1 << 16), socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return
+
+
+def test_a_peer_that_lives_but_does_not_read_is_cut_off_after_the_silence() -> None:
+    """What the kernel does, and why `silence` must be longer than a worker may go unread."""
+    with listen(TcpAddress("127.0.0.1", 0)) as listener:
+        client = connect(bound(TcpAddress("127.0.0.1", 0), listener), 5, silence=0.3)
+        server, _ = listener.accept()
+    with server, client:
+        fill(client)
+        hang_up = select.poll()
+        hang_up.register(client, select.POLLHUP)
+        assert hang_up.poll(20_000), "the connection was kept"
+        assert client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ETIMEDOUT)

@@ -18,7 +18,7 @@ from telegrad.wire.stream import PlainStream, Stream
 from telegrad.wire.tls import TlsError, TlsStream, _pieces
 
 KEY = JobKey(b"the key of a test job")
-WAIT = 20
+WAIT = 10
 
 Pair = tuple[Stream, Stream]
 Sockets = tuple[socket.socket, socket.socket]
@@ -69,6 +69,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     layer, _, family = request.param.partition("-")
     make: Callable[[Sockets], Pair] = plain if layer == "plain" else tls
     streams = make(unix_sockets() if family == "unix" else tcp_sockets())
+    for stream in streams:
+        stream.set_receive_timeout(WAIT)
     yield streams
     for stream in streams:
         stream.close()

@@ -183,6 +183,10 @@ def test_expanded_tensor_sends_its_elements_once() -> None:
     packed = pack(torch.ones(1).expand(1000, 1000))
     assert sum(map(len, packed.buffers)) == 4
     assert arrived(packed).stride() == (0, 0)
+    column = torch.ones(1000, 1000)[:, :1]
+    packed = pack(column.expand(1000, 1000))
+    assert sum(map(len, packed.buffers)) == 4000
+    assert arrived(packed).stride() == (1, 0)
 
 
 def test_meta_tensors_have_no_buffer() -> None:

@@ -1,9 +1,9 @@
 """What users call: `context`, `backward`, `get_gradients`, `describe`.
 
-    with telegrad.autograd.context() as context_id:
-        loss = rpc_sync("worker1", f, args=(x,)).sum()
-        backward(context_id, [loss])
-        gradients = get_gradients(context_id)
+with telegrad.autograd.context() as context_id:
+    loss = rpc_sync("worker1", f, args=(x,)).sum()
+    backward(context_id, [loss])
+    gradients = get_gradients(context_id)
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def describe(context_id: int) -> str:
     """What crossed between this worker and others in a context, as text."""
     service = autograd_of()
     node = service.node
-    return describe_context(
-        service.container.get(context_id), node.members.name, node.info.name
-    )
+    return describe_context(service.container.get(context_id), node.members.name, node.info.name)
 
 
 def retrieve_context(context_id: int) -> Context:

@@ -172,18 +172,20 @@ class Part:
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
-def check_gradients(record: SendRecord, sender: int, gradients: Sequence[Tensor | None]) -> None:
-    """Refuse gradients that do not belong to the tensors that were sent."""
+def check_gradients(
+    record: SendRecord, sender: int, gradients: Sequence[Tensor | None] | None
+) -> None:
+    """Refuse gradients (None: their absence) that do not belong to the tensors that were sent."""
     name = f"The gradients of message {record.message}, sent to worker {record.peer},"
     if sender != record.peer:
         raise BadGradient(f"{name} came from worker {sender}, which never had it.")
+    if gradients is None:
+        return
     if len(gradients) != len(record.shapes):
         raise BadGradient(
             f"{name} are {len(gradients)}, but {len(record.shapes)} tensors need one."
         )
-    for place, (gradient, (shape, dtype)) in enumerate(
-        zip(gradients, record.shapes, strict=True)
-    ):
+    for place, (gradient, (shape, dtype)) in enumerate(zip(gradients, record.shapes, strict=True)):
         if gradient is None:
             continue
         if gradient.shape != shape:

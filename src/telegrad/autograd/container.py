@@ -123,9 +123,7 @@ class Container:
             if context_id not in self._live:
                 return None
             self._live.discard(context_id)
-            census = Census(
-                self.worker, next(self._releases), self._newest, frozenset(self._live)
-            )
+            census = Census(self.worker, next(self._releases), self._newest, frozenset(self._live))
         context = self._remove(context_id)
         return None if context is None else (context, census)
 

@@ -110,8 +110,8 @@ class Recv(torch.autograd.Function):
         return (None,) * 5
 
 
-SendNode: type[Any] = Send._backward_cls  # type: ignore[attr-defined]
-RecvNode: type[Any] = Recv._backward_cls  # type: ignore[attr-defined]
+SendNode: Any = Send._backward_cls
+RecvNode: Any = Recv._backward_cls
 
 
 def _same_message(node: Any, other: object) -> bool:
@@ -172,9 +172,7 @@ class Note:
             raise AutogradError(
                 f"An autograd note of {len(data)} bytes cannot be read: {error}."
             ) from error
-        return cls(
-            context, message, numbers[begun_count:], numbers[:begun_count], bool(recording)
-        )
+        return cls(context, message, numbers[begun_count:], numbers[:begun_count], bool(recording))
 
 
 class Records(Protocol):

@@ -23,9 +23,7 @@ def describe_context(context: Context, worker_name: Callable[[int], str], here: 
     lines.append(f"  knows: {', '.join(known) or 'no other worker'}")
     for recv in list(context.recvs.values()):
         name, peer = recv_names[recv.message], worker_name(recv.peer)
-        lines.append(
-            f"  {name} <- {peer}: {_count(recv.count, 'tensor')} (message {recv.message})"
-        )
+        lines.append(f"  {name} <- {peer}: {_count(recv.count, 'tensor')} (message {recv.message})")
     for i, send in enumerate(list(context.sends.values()), start=1):
         lines += _send_lines(f"send{i}", send, worker_name(send.peer), recv_names)
     gradients = len(context.gradients())
@@ -33,13 +31,13 @@ def describe_context(context: Context, worker_name: Callable[[int], str], here: 
     return "\n".join(lines)
 
 
-def _send_lines(
-    name: str, send: SendRecord, peer: str, recv_names: dict[int, str]
-) -> list[str]:
+def _send_lines(name: str, send: SendRecord, peer: str, recv_names: dict[int, str]) -> list[str]:
     lines = [f"  {name} -> {peer}: {_count(len(send.shapes), 'tensor')} (message {send.message})"]
     recvs, leaves, interior = _made_of(send.node)
     lines += [f"    depends on {recv_names.get(message, 'a recv')}" for message in recvs]
-    lines += [f"    depends on a leaf of shape {tuple(leaf.shape)}" for leaf in leaves[:_MAX_LEAVES]]
+    lines += [
+        f"    depends on a leaf of shape {tuple(leaf.shape)}" for leaf in leaves[:_MAX_LEAVES]
+    ]
     if len(leaves) > _MAX_LEAVES:
         lines.append(f"    depends on {len(leaves) - _MAX_LEAVES} more leaves")
     if interior:

@@ -147,7 +147,8 @@ class Run:
         """The gradients of a pending send, for which the engine has stopped here."""
         source = self.sources[message]
         group = self._current
-        assert group is not None and group.stages is not None
+        assert group is not None
+        assert group.stages is not None
         if source.state is State.PENDING:
             self._answer_unreachable(group)
             self._outlet.wait(source)
@@ -174,8 +175,9 @@ class Run:
     def pass_gate(self) -> None:
         """Let the leaves go if this call is the last one of its group."""
         group = self._current
-        assert group is not None and group.stages is not None
-        resolved = group.stages.entered | group.mask_of(State.ABSENT)
+        assert group is not None
+        assert group.stages is not None
+        resolved = group.stages.entered | group.stages.absent
         if group.stages.hooked_leaves or any(not s.bit & resolved for s in group.sources):
             raise Suspend
 
@@ -198,7 +200,7 @@ class Run:
         stages = group.stages
         if stages is None:
             return
-        settled = stages.entered | group.mask_of(State.ABSENT)
+        settled = stages.entered | stages.absent
         for recv in group.recvs:
             if not stages.masks[recv] & ~settled:
                 self._fire_absent(recv)
@@ -227,8 +229,11 @@ class Run:
         if not group.mask_of(State.GRADIENT):
             return False
         stages = group.stages or make_stages(group)
-        idle = stages.ran | group.mask_of(State.ABSENT)
-        return any(not level & pending and level & ~idle for level in stages.levels)
+        absent, ran = group.mask_of(State.ABSENT), stages.ran
+        # Not one test against both: a level that waited for an absent source can run now.
+        return any(
+            not level & pending and level & ~ran and level & ~absent for level in stages.levels
+        )
 
     def _run(self, group: Group) -> None:
         self._current = group
@@ -260,6 +265,7 @@ class Run:
             if source.state is State.GRADIENT and not source.bit & stages.entered:
                 self._keep(stages, source.weighted_edges())
                 stages.entered |= source.bit
+        stages.absent = group.mask_of(State.ABSENT)
         waiting = [source for source in group.sources if source.state is State.PENDING]
         everything = (1 << len(group.sources)) - 1
         if not waiting and (not held or stages.ran == everything):
@@ -371,7 +377,7 @@ class Run:
 
     def _carry_over(self, group: Group, stages: Stages, waiting: list[Source]) -> None:
         """After a suspension: only what flows into nodes that have not run is still to come."""
-        stages.ran = stages.entered | group.mask_of(State.ABSENT)
+        stages.ran = stages.entered | stages.absent
 
         def to_come(node: Any) -> bool:
             return node in group.leaves or bool(stages.masks[node] & ~stages.ran)

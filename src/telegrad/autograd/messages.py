@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -108,30 +108,24 @@ class Fail:
 Message = Begin | Gradient | Absent | Ack | Fail
 
 
-class _Kind(IntEnum):
-    BEGIN = 0
-    GRADIENT = 1
-    ABSENT = 2
-    ACK = 3
-    FAIL = 4
+_BEGIN, _GRADIENT, _ABSENT, _ACK, _FAIL = range(5)
 
 
 def encode(context_id: int, pass_id: int, message: Message) -> tuple[Any, ...]:
     match message:
         case Gradient(options, history, engages, number, gradients):
             bits = options.to_bits() | engages << 3
-            body: tuple[Any, ...] = (
-                1, bits, history.over_below, history.failed, number, tuple(gradients)
-            )
+            past = (history.over_below, history.failed)
+            body: tuple[Any, ...] = (_GRADIENT, bits, *past, number, tuple(gradients))
         case Ack():
-            body = (3,)
+            body = (_ACK,)
         case Begin(options, history):
-            body = (0, options.to_bits(), history.over_below, history.failed)
+            body = (_BEGIN, options.to_bits(), history.over_below, history.failed)
         case Absent(messages):
-            body = (2, messages)
+            body = (_ABSENT, messages)
         case Fail(failure):
             f = failure
-            body = (4, f.worker, f.worker_name, f.message, f.traceback)
+            body = (_FAIL, f.worker, f.worker_name, f.message, f.traceback)
     return (context_id, pass_id, *body)
 
 
@@ -139,18 +133,18 @@ def decode(payload: tuple[Any, ...]) -> tuple[int, int, Message]:
     """Context id, pass id and message."""
     context_id, pass_id, kind, *body = payload
     message: Message
-    if kind == _Kind.GRADIENT:
+    if kind == _GRADIENT:
         bits, over, failed, number, gradients = body
         options = Options.from_bits(bits)
         message = Gradient(options, History(over, failed), bool(bits & 8), number, gradients)
-    elif kind == _Kind.ACK:
+    elif kind == _ACK:
         message = Ack()
-    elif kind == _Kind.BEGIN:
+    elif kind == _BEGIN:
         bits, over, failed = body
         message = Begin(Options.from_bits(bits), History(over, failed))
-    elif kind == _Kind.ABSENT:
+    elif kind == _ABSENT:
         message = Absent(body[0])
-    elif kind == _Kind.FAIL:
+    elif kind == _FAIL:
         message = Fail(Failure(*body))
     else:
         raise AutogradError(f"A message of the unknown kind {kind} came for pass {pass_id}.")

@@ -108,9 +108,7 @@ class Participant:
                 self._inbox.clear()
             self._clean_up()
 
-    def _drive_to_end(
-        self, roots: Sequence[Tensor], options: Options, history: History
-    ) -> None:
+    def _drive_to_end(self, roots: Sequence[Tensor], options: Options, history: History) -> None:
         self._guarded(lambda: self._join(options, history, roots))
         self._advance()
         part = self._part
@@ -202,42 +200,51 @@ class Participant:
 
     def _handle(self, sender: int, event: Event) -> None:
         if isinstance(event, Begin | Gradient):
-            self._service.learn(self.context, self.pass_id, event.history)
+            self._service.learn(self.context, event.history)
             if self._part is None:
                 self._join(event.options, event.history, None)
         part = self._part
-        if part is not None and part.failure is not None:
-            return
+        if part is None:
+            self._handle_outside(sender, event)
+        elif part.failure is None:
+            self._handle_inside(part, sender, event)
+
+    def _handle_outside(self, sender: int, event: Event) -> None:
+        """Nothing has engaged this worker in the pass so far."""
         match event:
-            case Gradient():
-                if event.engages:
-                    self._send(self._part.engage(sender))  # type: ignore[union-attr]
-                self._resolve(sender, event.message, event.gradients)
-            case Begin():
-                self._send(self._part.begin(sender, self._partners))  # type: ignore[union-attr]
             case Absent():
-                if part is None:
-                    self._early.append((sender, event))
-                else:
-                    for message in event.messages:
-                        self._resolve(sender, message, None)
+                self._early.append((sender, event))
+            case Fail(failure):
+                self._flood(failure, sender)
+
+    def _handle_inside(self, part: Part, sender: int, event: Event) -> None:
+        match event:
+            case Gradient(_, _, engages, message, gradients):
+                if engages:
+                    self._send(part.engage(sender))
+                self._resolve(part, sender, message, gradients)
+            case Begin():
+                self._send(part.begin(sender, self._partners))
+            case Absent(messages):
+                for message in messages:
+                    self._resolve(part, sender, message, None)
             case Ack():
-                if part is not None:
-                    part.acknowledged()
+                part.acknowledged()
             case Fail(failure):
                 self._flood(failure, sender)
             case Missed(record):
-                if part is not None:
-                    part.absent(record.peer, record.message)
+                part.absent(record.peer, record.message)
             case Lost(worker, reason):
-                if part is not None and part.depends_on(worker, self._partners):
+                if part.depends_on(worker, self._partners):
                     raise self._lost_error(worker, reason)
             case Abandon(reason):
-                self._abandon(reason)
+                self._abandon(part, reason)
 
     def _lost_error(self, worker: int, reason: str) -> WorkerLost:
         name = self._node.members.name(worker)
-        return WorkerLost(f"Worker {name!r} ({worker}) is gone, the backward pass needs it: {reason}.")
+        return WorkerLost(
+            f"Worker {name!r} ({worker}) is gone, the backward pass needs it: {reason}."
+        )
 
     def _join(self, options: Options, history: History, roots: Sequence[Tensor] | None) -> None:
         part = Part(self._worker, options, history, initiator=roots is not None)
@@ -247,16 +254,15 @@ class Participant:
         sends, recvs = self.context.snapshot(self.pass_id)
         self._sends = {record.message: record for record in sends}
         self._peer_of_recv = {record.message: record.peer for record in recvs}
-        self._partners = frozenset(r.peer for r in (*sends, *recvs)) - {self._worker}
+        peers = {record.peer for record in sends} | {record.peer for record in recvs}
+        self._partners = frozenset(peers - {self._worker})
         if self.context.released:
             raise AutogradError(f"Context {self.context.id} was released during backward.")
         for worker, reason in self._node.lost_workers().items():
             if worker in self._partners:
                 raise self._lost_error(worker, reason)
         sources = [] if roots is None else [_root_source(roots)]
-        sources += [
-            Source(r.message, r.node.next_functions, r.node, r.peer) for r in sends
-        ]
+        sources += [Source(r.message, r.node.next_functions, r.node, r.peer) for r in sends]
         self._run = Run(
             sources,
             {record.message: record.count for record in recvs},
@@ -267,12 +273,12 @@ class Participant:
         early, self._early = self._early, []
         for sender, event in early:
             for message in event.messages:
-                self._resolve(sender, message, None)
+                self._resolve(part, sender, message, None)
 
     def _resolve(
-        self, sender: int, message: int, gradients: Sequence[Tensor | None] | None
+        self, part: Part, sender: int, message: int, gradients: Sequence[Tensor | None] | None
     ) -> None:
-        assert self._run is not None and self._part is not None
+        assert self._run is not None
         source = self._run.sources.get(message)
         if source is None or message == ROOTS:
             if message not in self.context.sends:
@@ -282,13 +288,12 @@ class Participant:
                 )
             return  # Sent after the pass began here: it does not take part.
         record = self._sends[message]
-        check_gradients(record, sender, gradients if gradients is not None else
-                        [None] * len(record.shapes))
+        check_gradients(record, sender, gradients)
         if source.state is not State.PENDING:
             raise BadGradient(
                 f"The gradients of message {message}, sent to worker {record.peer}, came twice."
             )
-        if gradients is None and self._part.options.mode is Mode.FAST:
+        if gradients is None and part.options.mode is Mode.FAST:
             raise self._unused(record)
         self._run.resolve(message, gradients)
         self._resolved += 1
@@ -350,14 +355,10 @@ class Participant:
         self._send(self._part.fail(failure, audience, sender))
         self.context.discard(self.pass_id)
 
-    def _abandon(self, reason: str) -> None:
-        if self._part is None:
-            return
-        if self._part.ended:
-            return
-        self._error = AutogradError(reason)
-        failure = Failure.of(self._error, self._worker, self._node.info.name)
-        self._part.fail(failure, (), None)
+    def _abandon(self, part: Part, reason: str) -> None:
+        if not part.ended:
+            self._error = AutogradError(reason)
+            part.fail(Failure.of(self._error, self._worker, self._node.info.name), (), None)
 
     def _clean_up(self) -> None:
         if self._part is not None and self._part.failure is not None:
@@ -379,4 +380,3 @@ def _root_source(roots: Sequence[Tensor]) -> Source:
     with torch.no_grad():
         source.gradients = [torch.ones_like(root) for root in roots]
     return source
-

@@ -39,7 +39,7 @@ ROOTS = 0
 """The message id that stands for the roots; messages count from 1."""
 
 with torch.enable_grad():
-    LeafNode: type[Any] = type(
+    LeafNode: Any = type(
         (torch.zeros(1, requires_grad=True) * 1).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     )
 
@@ -67,6 +67,8 @@ class Source:
 
     def weighted_edges(self) -> list[tuple[Edge, Tensor]]:
         """Where the gradients of this source enter the graph."""
+        if self.state is not State.GRADIENT:
+            return []
         pairs = zip(self.edges, self.gradients, strict=True)
         return [(e, g) for e, g in pairs if g is not None and e[0] is not None]
 
@@ -96,6 +98,8 @@ class Stages:
     gate: Tensor | None
     entered: int = 0
     """The sources whose gradients have gone into the engine."""
+    absent: int = 0
+    """The sources that were absent when the engine was last called."""
     ran: int = 0
     """A level has run, or never will, if it lies within these bits."""
     kept: dict[Edge, Tensor] = field(default_factory=dict)

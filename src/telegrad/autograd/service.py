@@ -27,7 +27,8 @@ class Autograd:
         self.node = node
         self.container = Container(node.info.id)
         self.stall_time = STALL_TIME
-        self._messages = itertools.count((node.info.id << WORKER_SHIFT) + 1)
+        first: int = (node.info.id << WORKER_SHIFT) + 1
+        self._messages = itertools.count(first)
         self._lock = threading.Lock()
         self._passes_here = 0
         node.on_post(TOPIC_PASS, self._on_pass_message)
@@ -92,7 +93,7 @@ class Autograd:
                 bound = context.passes.own_over(pass_id, failed)
             self._forget_below(context, bound, ())
 
-    def learn(self, context: Context, pass_id: int, history: History) -> None:
+    def learn(self, context: Context, history: History) -> None:
         """A message told which earlier passes of its initiator are over."""
         if history.over_below:
             self._forget_below(context, history.over_below, history.failed)

@@ -41,7 +41,7 @@ def set_sequence_number(node: Node, number: int) -> None:
 
 
 def sequence_number(node: Node) -> int:
-    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]
+    return node._sequence_nr()
 
 
 def expected_gradient(node: Node, index: int) -> GradientMeta:
@@ -77,7 +77,7 @@ class _NodeHooks:
         self.ever = False
 
     def watch(self) -> None:
-        mixin = torch.autograd.function._HookMixin
+        mixin: Any = torch.autograd.function._HookMixin
         register = mixin._register_hook
 
         def _register_hook(backward_hooks: Any, hook: Callable[..., Any]) -> Any:
@@ -85,7 +85,7 @@ class _NodeHooks:
                 self.ever = True
             return register(backward_hooks, hook)
 
-        mixin._register_hook = staticmethod(_register_hook)  # type: ignore[assignment]
+        mixin._register_hook = staticmethod(_register_hook)
 
 
 class OwnHook:
@@ -117,7 +117,7 @@ def accumulator_hooks(accumulator: Node) -> bool:
     return False
 
 
-class eager_engine:  # noqa: N801  (used as a `with` statement)
+class eager_engine:
     """Run the engine itself, on this thread, for all devices.
 
     Compiled autograd traces a graph before it runs any of it; nodes that talk to other workers

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-from torch.distributed import TCPStore
-
 from telegrad import rpc
 from telegrad.launch.job import Conduct, Seat
+from telegrad.launch.store import visit_store
 
 WORKERS_VARIABLE = "TELEGRAD_WORKERS"
 
 
 def join(seat: Seat) -> None:
-    store = TCPStore(
-        "127.0.0.1",
-        seat.store_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=seat.timeout),
-    )
-    rpc.init_rpc(
-        seat.name, rank=seat.rank, world_size=seat.world_size, store=store, key=seat.key
-    )
+    store = visit_store(seat.store_port, seat.timeout)
+    rpc.init_rpc(seat.name, rank=seat.rank, world_size=seat.world_size, store=store, key=seat.key)
 
 
 def serve(seat: Seat) -> None:

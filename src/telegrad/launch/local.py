@@ -18,20 +18,17 @@ import os
 import pickle
 import queue
 import secrets
-import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import TypeAlias, TypeVar
-
-from torch.distributed import TCPStore
 
 from telegrad.launch.conduct import RPC, WORKERS_VARIABLE
 from telegrad.launch.errors import LaunchError
 from telegrad.launch.job import MAIN_WORKER, Conduct, Orders, Seat
 from telegrad.launch.processes import LocalProcesses
 from telegrad.launch.script import find_main, is_installing
+from telegrad.launch.store import host_store
 from telegrad.launch.worker import seed_everything
 
 T = TypeVar("T")
@@ -124,7 +121,7 @@ def run_with(
             "telegrad.run was called while a worker imports the script: put the call under "
             '`if __name__ == "__main__":`'
         )
-    store = _serve_store(timeout)
+    store = host_store(timeout)
     key = secrets.token_bytes(32)
     seats = [
         Seat(name, rank, len(names) + 1, store.port, key, timeout)
@@ -156,20 +153,6 @@ def run_with(
         raise
     processes.end()
     return result
-
-
-def _serve_store(timeout: float) -> TCPStore:
-    # Torch would listen on every interface.
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _orders(conduct: Conduct, seats: tuple[Seat, ...], threads: int, seed: int | None) -> Orders:

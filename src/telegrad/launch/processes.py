@@ -17,16 +17,13 @@ from telegrad.launch.job import Ended, EndWorkers, NotStarted, Orders, Report, T
 
 _END_SECONDS = 2.0
 # What is computed in the fork server must not start threads; see forkserver.py.
-_ONE_THREAD = {
-    name: "1"
-    for name in (
-        "OMP_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "NUMEXPR_NUM_THREADS",
-        "VECLIB_MAXIMUM_THREADS",
-    )
-}
+_POOL_SIZES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
 _BOOT = "import sys; sys.path[:] = {path!r}; import telegrad.launch.forkserver as f; f.main{args!r}"
 
 
@@ -62,7 +59,7 @@ class LocalProcesses:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", _BOOT.format(path=list(orders.path), args=args)],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **self._env, **_ONE_THREAD},
+                env={**os.environ, **self._env, **dict.fromkeys(_POOL_SIZES, "1")},
                 pass_fds=(theirs.fileno(), reading),
                 process_group=0,
             )

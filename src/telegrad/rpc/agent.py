@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from telegrad.rpc.calls import Pending
@@ -19,10 +20,10 @@ from telegrad.rpc.errors import WorkerLost
 from telegrad.rpc.incoming import Incoming
 from telegrad.rpc.loopback import Loopback
 from telegrad.rpc.meeting import Meeting, Visitor, greet, meet
-from telegrad.rpc.members import Member
 from telegrad.rpc.node import Node, Reply, report_background_error
 from telegrad.rpc.outgoing import Outgoing
 from telegrad.rpc.runtime import Threads
+from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.watch import Watch
 from telegrad.wire.address import Unreachable
 from telegrad.wire.codec import Packed
@@ -42,7 +43,7 @@ class Agent:
         self.node = node
         self.threads = threads
         self.local = threading.local()
-        self.slow_functions: set[object] = set()
+        self.slow_functions = SlowFunctions()
         self._meeting = meeting
         self._liveness = liveness
         self.silence = threading.Condition()
@@ -61,9 +62,7 @@ class Agent:
         self.watch.start()
         for listener in self._meeting.listeners:
             listener.setblocking(False)
-            self.watch.register(
-                listener.fileno(), lambda _, it=listener: self._accept(it), READABLE_ALWAYS
-            )
+            self.watch.register(listener.fileno(), partial(self._accept, listener), READABLE_ALWAYS)
 
     # The node's transport.
 
@@ -144,6 +143,9 @@ class Agent:
         for incoming in list(self._incoming.values()):
             active |= incoming.tick()
         active |= self._loopback.tick()
+        for outgoing in list(self._outgoing.values()):
+            if outgoing is not self._loopback:
+                outgoing.tick()
         if self.node.values.has_deaths:
             self.threads.run(self._bury)
         if self.node.calls.next_deadline <= now:
@@ -162,7 +164,7 @@ class Agent:
     def complete_elsewhere(self, settled: Iterable[Pending]) -> None:
         completed = [pending for pending in settled if pending.completion]
         if completed:
-            self.threads.run(lambda: [pending.complete() for pending in completed])
+            self.threads.run(partial(_complete, completed))
 
     # Meeting others.
 
@@ -192,7 +194,7 @@ class Agent:
                 self._outgoing[worker] = made
             return made
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, events: int) -> None:
         while True:
             try:
                 connection, _ = listener.accept()
@@ -205,7 +207,7 @@ class Agent:
                 self._greeted()
                 connection.close()
                 continue
-            self.threads.run(lambda it=connection, via=listener: self._greet(it, via))
+            self.threads.run(partial(self._greet, connection, listener))
 
     def _greeted(self) -> None:
         with self._lock:
@@ -379,7 +381,12 @@ class Agent:
         return moved
 
 
+def _complete(settled: list[Pending]) -> None:
+    for pending in settled:
+        pending.complete()
+
+
 def is_dead(error: OSError) -> bool:
-    """Whether a failed connect says that no process is there, rather than that none answered yet."""
+    """Whether a failed connect says that no process is there, not just that none answered yet."""
     cause = error.__context__ if isinstance(error, Unreachable) else error
     return isinstance(cause, ConnectionRefusedError | FileNotFoundError)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.closing import Closing
@@ -34,7 +34,7 @@ def init_rpc(
     rank: int | None = None,
     world_size: int | None = None,
     init_method: str | None = None,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     key: bytes | None = None,
     host: str | None = None,
     plaintext: bool = False,
@@ -74,9 +74,7 @@ def init_rpc(
             raise
         threads = Threads()
         runtime = ThreadRuntime(threads)
-        node = Node(
-            visit.info, members, runtime, trust=Trust[trust.upper()], timeout=rpc_timeout
-        )
+        node = Node(visit.info, members, runtime, trust=Trust[trust.upper()], timeout=rpc_timeout)
         agent = Agent(node, threads, meeting, liveness)
         node.transport = runtime.transport = agent
         node.services["closing"] = Closing(node)
@@ -120,7 +118,7 @@ def _await_own_calls(node: Node, timeout: float) -> None:
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """A process that ends without a shutdown leaves at once, in words rather than by a broken link."""
+    """A process that ends without a shutdown says so, rather than to leave broken links."""
     node = find_node()
     if node is not None and isinstance(node.transport, Agent):
         set_process_node(None)

@@ -26,6 +26,10 @@ class RendezvousError(TelegradError):
     """The workers of a job could not agree on who they are."""
 
 
+class InvalidWorker(TelegradError, ValueError):
+    """A name or id that no worker can have."""
+
+
 class UnknownWorker(TelegradError):
     """A call names a worker that is not in the job."""
 

@@ -10,6 +10,7 @@ import torch
 
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.node import Node
+from telegrad.rpc.worker import WorkerInfo
 
 
 class CallFuture(torch.futures.Future[Any]):
@@ -34,16 +35,27 @@ class CallFuture(torch.futures.Future[Any]):
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Any] = loop.create_future()
 
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
         def done(_: torch.futures.Future[Any]) -> None:
-            loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+            loop.call_soon_threadsafe(wake)
 
         self.add_done_callback(done)
         yield from waiter.__await__()
         return self.wait()
 
 
-def begin_async(node: Node, *call: Any) -> CallFuture:
-    """Begin `node.call(*call)` and give its future."""
+def begin_async(
+    node: Node,
+    to: WorkerInfo,
+    target: object,
+    args: tuple[Any, ...] | list[Any],
+    kwargs: dict[str, Any] | None,
+    timeout: float | None,
+) -> CallFuture:
+    """Begin a call and give its future."""
     future = CallFuture()
 
     def settle(pending: Pending) -> None:
@@ -55,5 +67,5 @@ def begin_async(node: Node, *call: Any) -> CallFuture:
             future.set_result(value)
 
     future._node = node
-    future._pending = node.call(*call, on_settled=settle)
+    future._pending = node.call(to, target, args, kwargs, timeout, settle)
     return future

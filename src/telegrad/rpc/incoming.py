@@ -1,12 +1,12 @@
 """The callee's end of a link: requests come in, replies go back.
 
-The thread that reads a request runs it. Such a *leader* saves the hand-over to another thread, which
-costs more than most requests. Three things make it let go, so that nobody waits behind a request:
+The thread that reads a request runs it. Such a *leader* saves the hand-over to another thread,
+which costs more than most requests. Three things make it let go, so that nobody waits behind it:
 
 - The request starts to wait for something (a nested call, a value): another thread takes over the
   reading before it does.
-- The watch sees it run for longer than a tick. The function is remembered as slow, and from then on
-  another thread takes over before it starts.
+- The watch sees it run for longer than a tick. The function is remembered as slow: from then on
+  another thread takes over before it starts, until it has been quick a few times.
 - The link is idle for a while: the watch looks after it until the next request.
 
 A leader is known by its token. Reading belongs to the token in `_leader`; whoever takes over puts a
@@ -15,7 +15,9 @@ new one there, and the old leader, when its request is done, sees that and goes 
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.members import Member
@@ -46,6 +48,7 @@ class Incoming:
         self._turn = 0
         self._seen_turn = 0
         self._function: object | None = None
+        link.nudge = agent.watch.poke
         link.stream.set_receive_timeout(IDLE_TIMEOUT)
         self._descriptor = link.stream.fileno()
 
@@ -57,6 +60,7 @@ class Incoming:
     def _lead(self) -> None:
         me = self._leader = object()
         local = self.agent.local
+        local.timed = None
         while self._leader is me:
             try:
                 frame = self.link.receive()
@@ -85,6 +89,9 @@ class Incoming:
                 self._serve(frame, me)
             finally:
                 local.incoming = None
+            if local.timed is not None:
+                self.agent.slow_functions.ended(*local.timed)
+                local.timed = None
             with self._lock:
                 if self._leader is me:
                     self._turn += 1
@@ -122,11 +129,13 @@ class Incoming:
 
     def about_to_run(self, token: object, function: object) -> None:
         if self._leader is token:
-            if function in self.agent.slow_functions:
-                self._flush()
-                self._hand_over(token)
-            else:
-                self._function = function
+            self._function = function
+            slow = self.agent.slow_functions
+            if slow.knows(function):
+                self.agent.local.timed = (function, time.monotonic())
+                if slow.expects(function):
+                    self._flush()
+                    self._hand_over(token)
 
     def _hand_over(self, token: object | None) -> bool:
         with self._lock:
@@ -160,11 +169,15 @@ class Incoming:
         if running and turn == self._seen_turn:
             function = self._function
             if self._hand_over(self._leader) and function is not None:
-                self.agent.slow_functions.add(function)
+                self.agent.slow_functions.was_slow(function)
         self._seen_turn = turn
-        if self.link.has_unwritten:
-            self.agent.threads.run(self.link.flush)
+        if self.link.has_unwritten or self.link.freed:
+            self.agent.threads.run(self._tidy)
         return running
+
+    def _tidy(self) -> None:
+        with contextlib.suppress(LinkClosed):
+            self.link.tidy()
 
     # Breaking and ending.
 

@@ -1,4 +1,4 @@
-"""Calls of a worker to itself: through the codec as all others, through a queue instead of a socket.
+"""Calls of a worker to itself: through the codec like all others, but a queue is their socket.
 
 They are served as `Incoming` serves: one thread takes a request from the queue and runs it, and
 another takes over when the request waits or takes long. So posts to oneself are begun in order too.
@@ -97,7 +97,7 @@ class Loopback:
         self._hand_over(token)
 
     def about_to_run(self, token: object, function: object) -> None:
-        if function in self._agent.slow_functions:
+        if self._agent.slow_functions.expects(function):
             self._hand_over(token)
 
     def _hand_over(self, token: object | None) -> None:

@@ -48,6 +48,8 @@ PROTOCOL = 1
 PATIENCE = 5.0
 ARENA_BYTES = 1 << 30
 
+Shared = tuple[Arena | None, ArenaView | None, deque[int]]
+
 
 @dataclass
 class Meeting:
@@ -134,7 +136,7 @@ def meet(
         assert handshake.peer is not None
         if handshake.peer.incarnation != member.incarnation:
             raise HandshakeError(f"{whom} is another incarnation than the one that joined")
-        shared = (None, None, deque[int]())
+        shared: Shared = (None, None, deque())
         if purpose == "calls" and isinstance(address, UnixAddress):
             shared = _share_memory(sock, meeting.arena_bytes)
         return Visit(channel.stream(), *shared, handshake.peer.resume_at)
@@ -178,7 +180,7 @@ def greet(
     handshake = ServerHandshake(bytes(meeting.key), answer, "a visitor")
     _shake_hands(channel, handshake)
     assert handshake.peer is not None
-    shared = (None, None, deque[int]())
+    shared: Shared = (None, None, deque())
     if handshake.peer.purpose == "calls" and isinstance(address, UnixAddress):
         shared = _share_memory(sock, meeting.arena_bytes)
     return Visitor(channel.stream(), *shared, handshake.peer)
@@ -264,9 +266,7 @@ def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> N
             channel.write(reply)
 
 
-def _share_memory(
-    sock: socket.socket, size: int
-) -> tuple[Arena | None, ArenaView | None, deque[int]]:
+def _share_memory(sock: socket.socket, size: int) -> Shared:
     """Give each other the descriptor of the memory that large tensors will travel in."""
     arena = Arena(size)
     socket.send_fds(sock, [b"M"], [arena.fd])

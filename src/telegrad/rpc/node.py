@@ -86,7 +86,7 @@ class Transport(Protocol):
         ...
 
     def attend(self, pending: Pending) -> None:
-        """Nobody may wait for this call: see to it that it is settled and completed all the same."""
+        """Nobody may wait for this call: see to it that it is completed all the same."""
         ...
 
     def starting(self, function: object) -> None:
@@ -161,9 +161,7 @@ class Node:
         worker = to.id
         packed = self._pack((target, args, kwargs or {}), worker)
         scope = self.crossing.current()
-        note = (
-            b"" if scope is None else self.crossing.leaving(self, worker, packed.tensors, scope)
-        )
+        note = b"" if scope is None else self.crossing.leaving(self, worker, packed.tensors, scope)
         pending = self.calls.begin(
             to, target, self.timeout if timeout is None else timeout, self.runtime.now()
         )
@@ -351,9 +349,7 @@ class Node:
             scopes.append(scope)
             return tensors
 
-        value = unpack(
-            frame.meta, frame.buffers, self.passage(sender), self.trust, arrive=arrive
-        )
+        value = unpack(frame.meta, frame.buffers, self.passage(sender), self.trust, arrive=arrive)
         return value, scopes[0]
 
     # Endings.
@@ -394,7 +390,7 @@ class Node:
 
 
 def _describe_error(worker: str, error: BaseException, trust: Trust) -> dict[str, object]:
-    """An error as data: what a caller can always read, and the object itself where it can travel."""
+    """An error as data that anyone can read, with the object itself where that can travel."""
     kind = type(error)
     blob: bytes | None = None
     try:
@@ -479,5 +475,3 @@ def set_process_node(node: Node | None) -> None:
 def set_thread_node(node: Node | None) -> None:
     """Let the calling thread be (a thread of) that worker: several workers in one process."""
     _local.node = node
-
-

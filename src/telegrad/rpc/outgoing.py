@@ -15,6 +15,7 @@ The rules that make this safe:
 
 from __future__ import annotations
 
+import contextlib
 import select
 import threading
 from typing import TYPE_CHECKING
@@ -25,13 +26,14 @@ from telegrad.rpc.watch import ENDED, READABLE
 from telegrad.wire.codec import Packed
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import Frame, Kind
-from telegrad.wire.link import Link, LinkBroken
+from telegrad.wire.link import Link, LinkBroken, LinkClosed
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 RECEIVE_TIMEOUT = 0.05
 MAX_CALLS_IN_FLIGHT = 8192
+BACKLOG = 32
 
 
 class Outgoing:
@@ -50,6 +52,7 @@ class Outgoing:
         self._armed = False
         self._completed: list[Pending] = []
         link.while_blocked = self._read_while_blocked
+        link.nudge = agent.watch.poke
         self._adopt_stream()
 
     def _adopt_stream(self) -> None:
@@ -61,6 +64,8 @@ class Outgoing:
 
     def wait(self, pending: Pending) -> None:
         """Return when the call is settled."""
+        if self.link.has_unwritten:
+            self.link.flush()
         with self._roles:
             if pending.done:
                 return
@@ -179,6 +184,14 @@ class Outgoing:
 
     # What the watch notices.
 
+    def tick(self) -> None:
+        if self.link.has_unwritten or self.link.freed:
+            self.agent.threads.run(self._tidy)
+
+    def _tidy(self) -> None:
+        with contextlib.suppress(LinkClosed):
+            self.link.tidy()
+
     def arm(self) -> None:
         if not self._armed and not self.gone:
             self._armed = True
@@ -219,9 +232,13 @@ class Outgoing:
         in_flight = self.agent.node.calls.in_flight(worker)
         if in_flight > MAX_CALLS_IN_FLIGHT and not self.agent.serving():
             self._await_room(worker)
+        # The callee has plenty to do: let calls for which nobody waits yet leave together.
+        later = in_flight > BACKLOG and bool(pending.completion)
         self.link.send(
-            Kind.CALL, pending.call_id, packed.meta, packed.buffers, note, packed.tensors
+            Kind.CALL, pending.call_id, packed.meta, packed.buffers, note, packed.tensors, later
         )
+        if later:
+            self.agent.watch.poke()
 
     def post(self, packed: Packed, note: bytes) -> None:
         self.link.send(Kind.POST, 0, packed.meta, packed.buffers, note, packed.tensors)

@@ -556,6 +556,7 @@ class References:
         return {
             "owned": len(self._owned),
             "handles": sum(owned.handles for owned in self._owned.values()),
+            "shared": sum(bool(owned.holders) for owned in self._owned.values()),
             "forks": sum(len(owned.holders) for owned in self._owned.values()),
             "held": len(self._held),
             "unconfirmed": unconfirmed,

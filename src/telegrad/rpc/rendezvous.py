@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from telegrad.rpc.errors import RendezvousError
@@ -37,7 +38,7 @@ LOOPBACK = ("127.", "localhost", "::1")
 
 def open_store(
     init_method: str | None, rank: int | None, world_size: int | None, timeout: float
-) -> tuple[dist.Store, int, int | None]:
+) -> tuple[Store, int, int | None]:
     """The store that an address names, with the rank and world size that the address may know."""
     url = init_method or "env://"
     limit = timedelta(seconds=timeout)
@@ -58,11 +59,11 @@ class Rendezvous:
     """One worker's visit to the meeting place."""
 
     def __init__(
-        self, store: dist.Store, name: str, rank: int | None, world_size: int | None, timeout: float
+        self, store: Store, name: str, rank: int | None, world_size: int | None, timeout: float
     ) -> None:
         self._timeout = timeout
         self._world_size = world_size
-        store = dist.PrefixStore("telegrad", store)
+        store = PrefixStore("telegrad", store)
         if rank is None:
             rank = store.add("ranks given out", 1) - 1
         if world_size is not None:
@@ -72,7 +73,7 @@ class Rendezvous:
                     f"to {world_size - 1}"
                 )
             # A worker that joins for the n-th time meets those that join for the n-th time.
-            store = dist.PrefixStore(str(store.add(f"visits of {rank}", 1)), store)
+            store = PrefixStore(str(store.add(f"visits of {rank}", 1)), store)
         self._store = store
         self.info = WorkerInfo(name, rank)
         self.incarnation = secrets.randbits(63)

@@ -99,7 +99,9 @@ class RRef(Generic[T]):
 
     def _check_usable(self, what: str) -> None:
         if self._node.closed:
-            raise NotInitialized(f"{self!r} belongs to a job that has been shut down: {what} failed")
+            raise NotInitialized(
+                f"{self!r} belongs to a job that has been shut down: {what} failed"
+            )
         loss = self._node.values.loss(self._handle)
         if loss is not None:
             raise loss
@@ -123,17 +125,13 @@ class RRef(Generic[T]):
         """As `rpc_sync`, but each call gives a reference to its result."""
         return _Proxy(self, timeout, _invoke_remote)
 
-    def backward(
-        self, context_id: int = -1, retain_graph: bool = False, timeout: float | None = None
-    ) -> None:
+    def backward(self, context_id: int = -1, retain_graph: bool = False) -> None:
         """Run backward from the tensor behind this reference, on its owner.
 
         In a distributed autograd context the gradients go to that context on every worker. Without
         one (on the owner only) it is `tensor.backward()`.
         """
-        from telegrad.autograd.references import backward_from
-
-        backward_from(self, context_id, retain_graph, timeout)
+        self._node.services["autograd"].backward_from(self, context_id, retain_graph)
 
     # As an object.
 
@@ -146,17 +144,20 @@ class RRef(Generic[T]):
         return hash(self._reference)
 
     def __repr__(self) -> str:
-        number = f"GloballyUniqueId(created_on={self._reference.created_on}, local_id={self._reference.number})"
+        reference = _unique_id(self._reference)
         if isinstance(self._handle, ForkId):
-            fork = f"GloballyUniqueId(created_on={self._handle.created_on}, local_id={self._handle.number})"
-            return f"UserRRef(RRefId = {number}, ForkId = {fork})"
-        return f"OwnerRRef({number})"
+            return f"UserRRef(RRefId = {reference}, ForkId = {_unique_id(self._handle)})"
+        return f"OwnerRRef({reference})"
 
     def __reduce__(self) -> Any:
         raise RuntimeError(
             "Can not pickle rref in python pickler, rref can only be pickled when using RPC: "
             "send it as an argument or a result of a call."
         )
+
+
+def _unique_id(handle: Handle) -> str:
+    return f"GloballyUniqueId(created_on={handle.created_on}, local_id={handle.number})"
 
 
 def remote_reference(
@@ -166,13 +167,23 @@ def remote_reference(
     args: tuple[object, ...] | list[object],
     kwargs: dict[str, object] | None,
     timeout: float | None,
+    cls: type[RRef[Any]] = RRef,
+    on_created: Callable[[Pending], None] | None = None,
 ) -> RRef[Any]:
-    """Run `target` on a worker and refer to what it returns."""
+    """Run `target` on a worker and refer to what it returns.
+
+    `on_created` runs when the owner has answered, or could not in its time.
+    """
     if to.id == node.info.id:
         reference = node.values.promise_own()
-        rref = RRef._of(node, reference, reference)
+        rref = cls._of(node, reference, reference)
         rref._creation = node.call(
-            to, "fill", (tuple(reference), target, args, kwargs or {}), None, timeout, _nothing
+            to,
+            "fill",
+            (tuple(reference), target, args, kwargs or {}),
+            None,
+            timeout,
+            on_created or _nothing,
         )
         return rref
     created = node.values.name_remote(to.id)
@@ -180,6 +191,8 @@ def remote_reference(
 
     def settled(pending: Pending) -> None:
         _settle_creation(node, to, created, pending)
+        if on_created is not None:
+            on_created(pending)
 
     try:
         creation = node.call(
@@ -188,13 +201,13 @@ def remote_reference(
     except BaseException:
         node.values.abandon(created)
         raise
-    rref = RRef._of(node, created.reference, created.fork)
+    rref = cls._of(node, created.reference, created.fork)
     rref._creation = creation
     return rref
 
 
 def _settle_creation(node: Node, to: WorkerInfo, created: Transfer, pending: Pending) -> None:
-    """The owner could not read the request: tell it, in words it can read, that there is no value."""
+    """If the owner could not read the request, tell it in words it can that there is no value."""
     try:
         node.outcome(pending)
     except CallTimeout:
@@ -298,6 +311,8 @@ def _arrive(data: Any, passage: Passage | None) -> RRef[Any]:
 
 
 extend("rref", RRef, _leave, _arrive)
-extend("worker", WorkerInfo, lambda info, _: (info.name, info.id), lambda data, _: WorkerInfo(*data))
+extend(
+    "worker", WorkerInfo, lambda info, _: (info.name, info.id), lambda data, _: WorkerInfo(*data)
+)
 
 __all__ = ["RRef", "State", "call_method", "remote_reference"]

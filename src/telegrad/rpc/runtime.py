@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Protocol
 
 
@@ -18,7 +19,13 @@ class Condition(Protocol):
     """As `threading.Condition`: hold it, wait on it, notify."""
 
     def __enter__(self) -> object: ...
-    def __exit__(self, *exc: object) -> object: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> object: ...
     def wait(self, timeout: float | None = None) -> bool: ...
     def notify_all(self) -> None: ...
 

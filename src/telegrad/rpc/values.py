@@ -218,7 +218,9 @@ class Values:
             return self._stored[reference], None
         if state is State.FAILED:
             return None, self._core.error(reference)
-        return None, ReferenceLost(f"{reference} has no value any more: all references were dropped.")
+        return None, ReferenceLost(
+            f"{reference} has no value any more: all references were dropped."
+        )
 
     # Operations that others call.
 
@@ -354,11 +356,11 @@ class Values:
                     self._changed.notify_all()
             case Failed(reference):
                 with self._changed:
-                    error = self._core.error(reference)
+                    reason = self._core.error(reference)
                     waiters = self._waiters.pop(reference, [])
                     self._changed.notify_all()
                 for finish in waiters:
-                    finish(None, error)
+                    finish(None, reason)
 
     def debug_info(self) -> dict[str, int]:
         with self._changed:

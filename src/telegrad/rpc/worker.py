@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from telegrad.rpc.errors import InvalidWorker
+
 MAX_WORKER_ID = 0xFFFF
 _MAX_NAME = 128
 _NAME = re.compile(r"[A-Za-z0-9\-_:.]*")
@@ -23,19 +25,19 @@ class WorkerInfo:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError("Worker name must be non-empty.")
+            raise InvalidWorker("Worker name must be non-empty.")
         if len(self.name) >= _MAX_NAME:
-            raise ValueError(
+            raise InvalidWorker(
                 f"Worker name must be shorter than {_MAX_NAME} characters, "
                 f"but {self.name[:20]!r}... has {len(self.name)}."
             )
         if not _NAME.fullmatch(self.name):
-            raise ValueError(
+            raise InvalidWorker(
                 f"Worker name must match {_NAME.pattern} (letters, digits, '-', '_', ':', '.'), "
                 f"but got {self.name!r}."
             )
         if not 0 <= self.id <= MAX_WORKER_ID:
-            raise ValueError(
+            raise InvalidWorker(
                 f"Worker id must be in 0..{MAX_WORKER_ID}, but {self.name!r} has {self.id}."
             )
 

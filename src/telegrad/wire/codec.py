@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad.wire.decode import Decoder
+from telegrad.wire.decode_objects import read_tree
 from telegrad.wire.encode import Encoder
 from telegrad.wire.encode_objects import write_tree
 from telegrad.wire.errors import CodecError, Refusal, Unpackable
@@ -72,14 +73,18 @@ def pack(obj: Any, scope: object = None, trust: Trust = Trust.CODE) -> Packed:
     try:
         encoder = write_tree(obj, scope, trust)
         if not encoder.tensors and encoder.pickler is None:
-            return _within_limits(Packed(_NO_TABLE + encoder.out, [], encoder.buffers))
-        return _within_limits(_with_table(encoder))
+            packed = Packed(_NO_TABLE + encoder.out, [], encoder.buffers)
+        else:
+            packed = _with_table(encoder)
     except Refusal as refusal:
         culprit = refusal.culprit
         path, kind = path_to(culprit, obj), type(culprit).__qualname__
         raise Unpackable(path, kind, refusal.reason) from refusal.__cause__
     except RecursionError as error:
         raise Unpackable("value", type(obj).__qualname__, "it nests too deep") from error
+    if len(packed.meta) > LIMITS.meta:
+        raise _too_large(obj, len(packed.meta))
+    return packed
 
 
 def _with_table(encoder: Encoder) -> Packed:
@@ -93,15 +98,13 @@ def _with_table(encoder: Encoder) -> Packed:
     return Packed(b"".join((head, encoder.out, pickled)), encoder.tensors, buffers)
 
 
-def _within_limits(packed: Packed) -> Packed:
-    if len(packed.meta) > LIMITS.meta:
-        raise Unpackable(
-            "value",
-            "message",
-            f"it takes {len(packed.meta)} bytes besides its tensors, more than {LIMITS.meta}; "
-            f"send large data as tensors or in parts",
-        )
-    return packed
+def _too_large(obj: object, size: int) -> Unpackable:
+    return Unpackable(
+        "value",
+        type(obj).__qualname__,
+        f"it takes {size} bytes besides its tensors, more than {LIMITS.meta}; send large data as "
+        f"tensors or in parts",
+    )
 
 
 def unpack(
@@ -130,16 +133,17 @@ def unpack(
     if arrive is not None:
         decoder.tensors = arrive(decoder.tensors)
     try:
-        value = decoder.value()
-        decoder.finish()
+        return read_tree(decoder)
     except CodecError:
         raise
     except Exception as error:
         raise _malformed(error) from error
-    return value
 
 
 def _read_tensors(decoder: Decoder) -> None:
+    if decoder.data[:2] == _NO_TABLE:
+        decoder.position = 2
+        return
     count = decoder.count(decoder.limits.tensors, "tensors")
     pickled = decoder.size()
     if pickled:

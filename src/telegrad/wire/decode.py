@@ -12,17 +12,13 @@ Objects are numbered at the very points where the encoder numbers them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from struct import Struct, unpack_from
-from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
 
-from telegrad.wire.classes import dataclass_fields, is_namedtuple
 from telegrad.wire.errors import CodecError
 from telegrad.wire.layouts import DTYPES
-from telegrad.wire.names import EXTENSIONS_BY_NAME, object_named
 from telegrad.wire.opaque import TreeUnpickler
 from telegrad.wire.primitives import ByteBuffer, Reader
 from telegrad.wire.tags import LAYOUTS, MEMORY_FORMATS, Tag
@@ -80,21 +76,29 @@ class Decoder(Reader):
         return value
 
     def items(self) -> list[Any]:
-        count = self.count(self.limits.items, "elements")
-        self.descend()
-        data, readers = self.data, _READERS
+        data, limits = self.data, self.limits
+        count = data[self.position]
+        # A count of one byte need not be compared: a message that is too short ends the loop.
+        if count < 255 and count <= limits.items:
+            self.position += 1
+        else:
+            count = self.count(limits.items, "elements")
+        self.depth = depth = self.depth + 1
+        if depth > limits.depth:
+            raise _too_deep(limits)
+        readers = _READERS
         items = []
         for _ in range(count):
             position = self.position
             self.position = position + 1
             items.append(readers[data[position]](self))
-        self.depth -= 1
+        self.depth = depth - 1
         return items
 
     def descend(self) -> None:
         self.depth += 1
         if self.depth > self.limits.depth:
-            raise CodecError(f"the message nests deeper than {self.limits.depth} levels")
+            raise _too_deep(self.limits)
 
     def expect(self, tag: int) -> None:
         found = self.take(1)[0]
@@ -120,7 +124,11 @@ class Decoder(Reader):
             yield self.next_buffer()
 
 
-_ReadValue: TypeAlias = Callable[[Decoder], Any]
+def _too_deep(limits: Limits) -> CodecError:
+    return CodecError(f"the message nests deeper than {limits.depth} levels")
+
+
+ReadValue: TypeAlias = Callable[[Decoder], Any]
 
 
 def _byte(d: Decoder) -> int:
@@ -175,9 +183,8 @@ def _bytearray_aside(d: Decoder) -> Any:
 
 
 def _tuple(d: Decoder) -> Any:
-    data, position = d.data, d.position
-    if data[position] == 0:
-        d.position = position + 1
+    if d.data[d.position] == 0:
+        d.position += 1
         return ()
     value = tuple(d.items())
     if not d.hashed:
@@ -212,13 +219,15 @@ def _ints(d: Decoder) -> list[int]:
 def _dict(d: Decoder) -> dict[Any, Any]:
     value: dict[Any, Any] = {}
     d.objects.append(value)
+    if d.data[d.position] == 0:
+        d.position += 1
+        return value
     count = d.count(d.limits.items, "elements")
-    if count:
-        d.descend()
-        for _ in range(count):
-            key = d.key()
-            value[key] = d.value()
-        d.depth -= 1
+    d.descend()
+    for _ in range(count):
+        key = d.key()
+        value[key] = d.value()
+    d.depth -= 1
     return value
 
 
@@ -288,143 +297,49 @@ def _tensor(d: Decoder) -> torch.Tensor:
     return d.tensors[d.size()]
 
 
-def _named(d: Decoder) -> Any:
-    return d.numbered(object_named(d.text(), d.trust))
-
-
-def _method(d: Decoder) -> Any:
-    function, self = d.items()
-    if not callable(function):
-        raise CodecError(f"a method's function is a {type(function).__qualname__}")
-    return d.numbered(MethodType(function, self))
-
-
-def _read_class(d: Decoder) -> type:
-    cls = d.value()
-    if not isinstance(cls, type):
-        raise CodecError(f"a {type(cls).__qualname__} where a class has to be")
-    return cls
-
-
-def _namedtuple(d: Decoder) -> Any:
-    cls: Any = _read_class(d)
-    d.expect(Tag.TUPLE)
-    items = d.items()
-    if not is_namedtuple(cls) or len(items) != len(cls._fields):
-        raise CodecError(f"{cls.__qualname__} is no namedtuple of {len(items)} fields here")
-    value = tuple.__new__(cls, items)
-    if not d.hashed:
-        d.objects.append(value)
-    return value
-
-
-def _dataclass(d: Decoder) -> Any:
-    cls = _read_class(d)
-    names = dataclass_fields(cls)
-    if names is None:
-        raise CodecError(f"{cls.__qualname__} is not a plain dataclass here")
-    obj = d.numbered(object.__new__(cls))
-    d.descend()
-    if d.size() != len(names):
-        raise CodecError(f"{cls.__qualname__} does not have the same fields at both ends")
-    for name in names:
-        if d.data[d.position] == Tag.ABSENT:
-            d.position += 1
-        else:
-            object.__setattr__(obj, name, d.value())
-    for _ in range(d.count(d.limits.items, "attributes")):
-        name = d.text()
-        # Not setattr: a message must not reach __class__ or a property.
-        obj.__dict__[name] = d.value()
-    d.depth -= 1
-    return obj
-
-
-def _read_enum_class(d: Decoder) -> type[Enum]:
-    cls = _read_class(d)
-    if not issubclass(cls, Enum):
-        raise CodecError(f"{cls.__qualname__} is no enum here")
-    return cls
-
-
-def _enum(d: Decoder) -> Enum:
-    cls = _read_enum_class(d)
-    name = d.text()
-    member = cls.__members__.get(name)
-    if member is None:
-        raise CodecError(f"{cls.__qualname__} has no member {name!r} here")
-    return member
-
-
-def _enum_value(d: Decoder) -> Enum:
-    return _read_enum_class(d)(d.value())
-
-
-def _extension(d: Decoder) -> Any:
-    name = d.text()
-    extension = EXTENSIONS_BY_NAME.get(name)
-    if extension is None:
-        raise CodecError(f"the extension {name!r} is not registered on this worker")
-    d.descend()
-    data = d.value()
-    d.depth -= 1
-    return d.numbered(extension.rebuild(data, d.scope))
-
-
-def _opaque(d: Decoder) -> Any:
-    if d.trust is Trust.DATA:
-        raise CodecError("the message holds a pickled object, and this worker takes data only")
-    if d.unpickler is None:
-        d.unpickler = TreeUnpickler(d.pickled, d.rest_of_buffers())
-    attached = d.items()
-    d.unpickler.attached += attached
-    return d.numbered(d.unpickler.load())
-
-
 def _unknown(d: Decoder) -> Any:
     raise CodecError(f"unknown tag {d.data[d.position - 1]} at byte {d.position - 1}")
 
 
-_KNOWN: dict[int, _ReadValue] = {
-    Tag.NONE: lambda d: None,
-    Tag.TRUE: lambda d: True,
-    Tag.FALSE: lambda d: False,
-    Tag.BYTE: _byte,
-    Tag.INT: _int,
-    Tag.BIG_INT: _big_int,
-    Tag.FLOAT: _float,
-    Tag.COMPLEX: _complex,
-    Tag.STR: _str,
-    Tag.BYTES: _bytes,
-    Tag.BYTEARRAY: _bytearray,
-    Tag.BYTES_ASIDE: _bytes_aside,
-    Tag.BYTEARRAY_ASIDE: _bytearray_aside,
-    Tag.TUPLE: _tuple,
-    Tag.LIST: _list,
-    Tag.FLOATS: _floats,
-    Tag.INTS: _ints,
-    Tag.DICT: _dict,
-    Tag.SET: _set,
-    Tag.FROZENSET: _frozenset,
-    Tag.SLICE: _slice,
-    Tag.RANGE: _range,
-    Tag.SIZE: _size,
-    Tag.DTYPE: _dtype,
-    Tag.DEVICE: _device,
-    Tag.LAYOUT: _layout,
-    Tag.MEMORY_FORMAT: _memory_format,
-    Tag.AGAIN: _again,
-    Tag.TWICE: _twice,
-    Tag.TENSOR: _tensor,
-    Tag.NAMED: _named,
-    Tag.METHOD: _method,
-    Tag.NAMEDTUPLE: _namedtuple,
-    Tag.DATACLASS: _dataclass,
-    Tag.ENUM: _enum,
-    Tag.ENUM_VALUE: _enum_value,
-    Tag.EXTENSION: _extension,
-    Tag.OPAQUE: _opaque,
-}
-_READERS: list[_ReadValue] = [_unknown] * 256
-for _tag, _reader in _KNOWN.items():
-    _READERS[_tag] = _reader
+_READERS: list[ReadValue] = [_unknown] * 256
+
+
+def register(readers: dict[int, ReadValue]) -> None:
+    for tag, reader in readers.items():
+        _READERS[tag] = reader
+
+
+register(
+    {
+        Tag.NONE: lambda d: None,
+        Tag.TRUE: lambda d: True,
+        Tag.FALSE: lambda d: False,
+        Tag.BYTE: _byte,
+        Tag.INT: _int,
+        Tag.BIG_INT: _big_int,
+        Tag.FLOAT: _float,
+        Tag.COMPLEX: _complex,
+        Tag.STR: _str,
+        Tag.BYTES: _bytes,
+        Tag.BYTEARRAY: _bytearray,
+        Tag.BYTES_ASIDE: _bytes_aside,
+        Tag.BYTEARRAY_ASIDE: _bytearray_aside,
+        Tag.TUPLE: _tuple,
+        Tag.LIST: _list,
+        Tag.FLOATS: _floats,
+        Tag.INTS: _ints,
+        Tag.DICT: _dict,
+        Tag.SET: _set,
+        Tag.FROZENSET: _frozenset,
+        Tag.SLICE: _slice,
+        Tag.RANGE: _range,
+        Tag.SIZE: _size,
+        Tag.DTYPE: _dtype,
+        Tag.DEVICE: _device,
+        Tag.LAYOUT: _layout,
+        Tag.MEMORY_FORMAT: _memory_format,
+        Tag.AGAIN: _again,
+        Tag.TWICE: _twice,
+        Tag.TENSOR: _tensor,
+    }
+)

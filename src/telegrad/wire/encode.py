@@ -96,7 +96,11 @@ class Encoder:
     def descend(self, obj: object) -> None:
         self.depth += 1
         if self.depth > LIMITS.depth:
-            raise Refusal(obj, f"it is nested more than {LIMITS.depth} levels deep; flatten it")
+            raise _too_deep(obj)
+
+
+def _too_deep(obj: object) -> Refusal:
+    return Refusal(obj, f"it is nested more than {LIMITS.depth} levels deep; flatten it")
 
 
 Writer: TypeAlias = Callable[[Encoder, Any], None]
@@ -178,18 +182,22 @@ def _tuple(e: Encoder, obj: tuple[Any, ...]) -> None:
     if not obj:
         out += _EMPTY_TUPLE
         return
-    if not e.hashed and e.was_met(obj):
+    if e.hashed:
+        write_items(e, obj, Tag.TUPLE)
+        return
+    memo = e.memo
+    if id(obj) in memo:
+        e.was_met(obj)
         return
     start = len(out)
     write_items(e, obj, Tag.TUPLE)
-    if e.hashed:
-        return
-    if id(obj) in e.memo:
+    if id(obj) in memo:
         # It holds itself through a list: what was met inside is the one that others refer to.
         out.insert(start, Tag.TWICE)
         e.was_met(obj)
     else:
-        e.number(obj)
+        memo[id(obj)] = len(memo)
+        e.kept.append(obj)
 
 
 def write_items(e: Encoder, obj: Any, tag: int) -> None:
@@ -200,11 +208,13 @@ def write_items(e: Encoder, obj: Any, tag: int) -> None:
         out.append(size)
     else:
         write_size(out, size)
-    e.descend(obj)
+    e.depth = depth = e.depth + 1
+    if depth > LIMITS.depth:
+        raise _too_deep(obj)
     writers = WRITERS
     for item in obj:
         writers[type(item)](e, item)
-    e.depth -= 1
+    e.depth = depth - 1
 
 
 def _list(e: Encoder, obj: list[Any]) -> None:

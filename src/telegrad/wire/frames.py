@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from telegrad.wire.errors import CodecError
+from telegrad.wire.primitives import ByteBuffer
 
 HEADER = struct.Struct("<BBHIIIQQQQ")
 HEADER_SIZE = HEADER.size
@@ -55,7 +56,7 @@ class Frame:
     call_id: int
     note: bytes
     meta: bytes
-    buffers: list[object]
+    buffers: list[ByteBuffer]
 
 
 def check_header(
@@ -71,7 +72,9 @@ def check_header(
     if kind not in _KINDS:
         raise CodecError(f"a frame of unknown kind {kind} arrived: the stream is not telegrad's")
     if buffers > limits.buffers or freed > limits.buffers:
-        raise CodecError(f"a frame with {max(buffers, freed)} rows passes the limit {limits.buffers}")
+        raise CodecError(
+            f"a frame with {max(buffers, freed)} rows passes the limit {limits.buffers}"
+        )
     if meta_length > limits.meta_bytes:
         raise CodecError(
             f"a frame with {meta_length} bytes of metadata passes the limit {limits.meta_bytes}"

@@ -11,6 +11,7 @@ little-endian, as is every machine that torch supports; tensor bytes travel as t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from struct import Struct, pack
 from typing import Any
 
@@ -67,8 +68,12 @@ class Layout:
     contiguous: bool
     nbytes: int
     """Bytes of the elements."""
+    distinct: int
+    """Bytes of the elements, those of expanded dimensions counted once."""
     extent: int
     """Bytes from the first element in memory to the end of the last; what a buffer must hold."""
+    sparse: bool
+    """Whether most of the extent is not the tensor's, and a compact copy would be as good."""
 
 
 _by_tensor: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], Layout] = {}
@@ -120,10 +125,9 @@ def _worked_out(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, 
         raise ValueError(f"elements of {dtype} cannot travel as they lie in memory")
     if shape and (min(shape) < 0 or min(strides) < 0):
         raise CodecError(f"negative numbers in the shape {shape} or the strides {strides}")
-    count = 1
-    for length in shape:
-        count *= length
     item = dtype.itemsize
+    count = prod(shape)
+    distinct = item * prod(n for n, stride in zip(shape, strides, strict=True) if stride)
     last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     extent = (last + 1) * item if count else 0
     if max(count * item, extent) > _BIGGEST:
@@ -138,8 +142,21 @@ def _worked_out(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, 
         castable=contiguous and count > 0 and dtype in _CASTABLE,
         contiguous=contiguous,
         nbytes=count * item,
+        distinct=distinct,
         extent=extent,
+        sparse=extent > 2 * distinct and _lie_apart(shape, strides),
     )
+
+
+def _lie_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether no two elements share memory, expanded dimensions aside: a copy would part them."""
+    reach = 0
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if stride and length > 1:
+            if stride <= reach:
+                return False
+            reach += (length - 1) * stride
+    return True
 
 
 def _header(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:

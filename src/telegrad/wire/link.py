@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from telegrad.wire.arena import Arena, ArenaView
@@ -41,6 +42,7 @@ from telegrad.wire.frames import (
     Kind,
     check_header,
 )
+from telegrad.wire.primitives import ByteBuffer
 from telegrad.wire.session import Session, SessionError
 from telegrad.wire.stream import Stream
 
@@ -48,6 +50,7 @@ READ_BUFFER = 1 << 18
 SMALL_FRAME = 1 << 16
 ARENA_THRESHOLD = 1 << 16
 QUEUE_BYTES = 8 << 20
+LATER_BYTES = 1 << 14
 MAX_FREED_PER_FRAME = 512
 ACK_FRAMES = 256
 ACK_BYTES = 1 << 20
@@ -64,26 +67,26 @@ class LinkClosed(ConnectionError):
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A frame as it left, for a resend; and the tensors whose memory it borrows."""
+class _Borrowed:
+    """A frame that left with parts in the memory of the user's tensors, for a resend."""
 
     parts: tuple[Bytes, ...]
-    borrowed: tuple[tuple[Tensor, int], ...] = ()
+    tensors: tuple[tuple[Tensor, int], ...]
 
     def unchanged(self) -> bool:
-        return all(tensor._version == version for tensor, version in self.borrowed)
+        return all(tensor._version == version for tensor, version in self.tensors)
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """A frame that does not fit the read buffer: filled piece by piece, each into its own memory."""
+    """A frame that does not fit the read buffer: each part is filled into its own memory."""
 
     header: tuple[int, ...]
     head: bytearray
     targets: deque[memoryview]
     filled: int = 0
     opened: bool = False
-    arrays: list[np.ndarray] = field(default_factory=list)
+    arrays: list[npt.NDArray[np.uint8]] = field(default_factory=list)
 
 
 class Link:
@@ -100,7 +103,7 @@ class Link:
     ) -> None:
         """`freed` is where `view` puts the slots that died here."""
         self.stream = stream
-        self.session: Session[_Kept] = Session()
+        self.session: Session[bytes | _Borrowed] = Session()
         self.closed = False
         self.broken = False
         self.sent_bytes = 0
@@ -109,6 +112,7 @@ class Link:
         self._arena = arena
         self._view = view
         self.while_blocked: Callable[[], None] = self._wait_writable
+        self.nudge: Callable[[], None] = _nobody_looks
         self.freed: deque[int] = deque() if freed is None else freed
 
         self._lock = threading.Lock()
@@ -116,6 +120,7 @@ class Link:
         self._queue: list[Bytes] = []
         self._queued_bytes = 0
         self._writing = False
+        self._awaiting = 0
         self._ticket = 0
         self._tickets_written = 0
 
@@ -153,32 +158,30 @@ class Link:
                 raise LinkClosed("the link is closed")
             seq, ack = self.session.stamp()
             header = HEADER.pack(*counts, seq, ack, call_id)
-            kept: _Kept
             if own_memory:
                 whole = b"".join((header, head, note, meta, *inline))
-                kept = _Kept((whole,))
+                self.session.keep(seq, whole, total)
                 self._queue.append(whole)
             else:
-                kept = _Kept(
+                borrowed = _Borrowed(
                     (b"".join((header, head, note, meta)), *inline),
                     tuple((tensor, tensor._version) for tensor in tensors),
                 )
-                self._queue += kept.parts
-            self.session.keep(seq, kept, total)
-            self._queued_bytes += total
-            self.sent_bytes += total
-            self._ticket = ticket = self._ticket + 1
+                self.session.keep(seq, borrowed, total)
+                self._queue += borrowed.parts
+            self._queued_bytes += HEADER_SIZE + total
+            self._ticket += 1
             if self._writing:
                 if not own_memory or self._queued_bytes > QUEUE_BYTES:
-                    self._await_written(ticket)
+                    self._await_written(self._ticket)
                 return
-            if later and own_memory and self._queued_bytes < SMALL_FRAME:
+            if later and own_memory and self._queued_bytes < LATER_BYTES:
                 return
             self._writing = True
         self._write_queue()
 
     def flush(self) -> None:
-        """Write what `later` left behind."""
+        """Write what was left on the queue."""
         if self._queue:
             with self._lock:
                 if self._writing or self.closed:
@@ -188,25 +191,25 @@ class Link:
 
     @property
     def has_unwritten(self) -> bool:
-        return bool(self._queue) and not self._writing
+        return bool(self._queue) and not self._writing and not self.broken
 
     def tidy(self) -> None:
         """Give back shared memory and acknowledge, without waiting for a message to ride on."""
         if self.freed:
             self.send(Kind.HOUSEKEEPING, 0)
-        elif self.session.owes_ack()[0]:
-            self._acknowledge()
+        else:
+            self.flush()
 
     def _acknowledge(self) -> None:
+        """Queue a frame that only acknowledges. The reader must not write: it might have to wait
+        for room, and who makes room is the reader at the other end."""
         with self._lock:
             if self.closed or self.broken:
                 return
-            header = HEADER.pack(Kind.HOUSEKEEPING, 0, 0, 0, 0, 0, 0, 0, self.session.acknowledge(), 0)
-            self._queue.append(header)
-            if self._writing:
-                return
-            self._writing = True
-        self._write_queue()
+            ack = self.session.acknowledge()
+            self._queue.append(HEADER.pack(Kind.HOUSEKEEPING, 0, 0, 0, 0, 0, 0, 0, ack, 0))
+            self._queued_bytes += HEADER_SIZE
+        self.nudge()
 
     def _place(
         self, buffers: Sequence[memoryview], rows: list[int], inline: list[memoryview]
@@ -232,29 +235,35 @@ class Link:
         return freed
 
     def _await_written(self, ticket: int) -> None:
-        while self._tickets_written < ticket and not self.broken:
-            if self.closed:
-                raise LinkClosed("the link was closed while a message waited to be written")
-            self._changed.wait()
+        self._awaiting += 1
+        try:
+            while self._tickets_written < ticket and not self.broken:
+                if self.closed:
+                    raise LinkClosed("the link was closed while a message waited to be written")
+                self._changed.wait()
+        finally:
+            self._awaiting -= 1
 
     def _write_queue(self) -> None:
         """Carry the queue to the stream until it is empty. The caller has set `_writing`."""
         written = 0
         while True:
             with self._lock:
-                self._tickets_written = max(self._tickets_written, written)
+                if written:
+                    self._tickets_written = written
+                if self._awaiting:
+                    self._changed.notify_all()
                 if not self._queue or self.broken or self.closed:
                     # In one step with the look at the queue: a frame that came before is seen, and
                     # who brings one after finds nobody writing.
                     self._writing = False
-                    self._changed.notify_all()
                     return
-                self._changed.notify_all()
                 parts, self._queue = self._queue, []
-                written = self._ticket
+                written, size = self._ticket, self._queued_bytes
                 self._queued_bytes = 0
+                self.sent_bytes += size
             try:
-                self._write(parts)
+                self._write(parts, size)
             except BaseException:
                 self.mark_broken()
                 with self._lock:
@@ -262,20 +271,25 @@ class Link:
                     self._changed.notify_all()
                 raise
 
-    def _write(self, views: list[Bytes]) -> None:
+    def _write(self, views: list[Bytes], size: int) -> None:
         stream = self.stream
-        while views:
+        if len(views) > 1 and size <= SMALL_FRAME:
+            views = [b"".join(views)]
+        while True:
             try:
                 sent = stream.try_send(views)
             except OSError:
                 self.mark_broken()
                 return
+            size -= sent
+            if size == 0:
+                return
             if sent == 0:
                 self.while_blocked()
                 if self.broken or self.closed:
                     return
-                continue
-            views = _rest(views, sent)
+            else:
+                views = _rest(views, sent)
 
     def _wait_writable(self) -> None:
         self.stream.wait_writable(0.1)
@@ -369,7 +383,7 @@ class Link:
         at += note_length
         meta = bytes(window[at : at + meta_length])
         at += meta_length
-        buffers: list[object] = []
+        buffers: list[ByteBuffer] = []
         for row in range(rows):
             size, place = table[2 * row], table[2 * row + 1]
             if place == INLINE:
@@ -418,7 +432,7 @@ class Link:
         if len(large.head) + sum(sizes) != total:
             raise CodecError("a frame's length and the lengths of its parts differ")
         large.arrays = [np.empty(size, np.uint8) for size in sizes]
-        large.targets.extend(memoryview(array) for array in large.arrays if array.nbytes)
+        large.targets.extend(memoryview(array.data) for array in large.arrays if array.nbytes)
         large.opened = True
 
     def _finish_large(self, large: _Incoming) -> Frame | None:
@@ -430,15 +444,15 @@ class Link:
         note = bytes(large.head[at : at + note_length])
         meta = bytes(memoryview(large.head)[at + note_length :])
         arrays = iter(large.arrays)
-        buffers: list[object] = [
-            next(arrays) if table[2 * row + 1] == INLINE else self._shared(*table[2 * row : 2 * row + 2][::-1])
-            for row in range(rows)
-        ]
+        buffers: list[ByteBuffer] = []
+        for row in range(rows):
+            size, place = table[2 * row : 2 * row + 2]
+            buffers.append(next(arrays) if place == INLINE else self._shared(place, size))
         if freed:
             self._release(table[2 * rows :])
         return Frame(kind, call_id, note, meta, buffers)
 
-    def _shared(self, offset: int, size: int) -> object:
+    def _shared(self, offset: int, size: int) -> ByteBuffer:
         if self._view is None:
             raise CodecError("a frame refers to shared memory that this link does not have")
         return self._view.array(offset, size)
@@ -481,13 +495,15 @@ class Link:
         possible any more: the peer then counts as lost.
         """
         with self._lock:
+            self._awaiting += 1
             while self._writing:
                 self._changed.wait()
+            self._awaiting -= 1
             if self.closed:
                 raise LinkClosed("the link is closed")
             self.session.resume(peer_has_seen)
             kept = list(self.session.unacknowledged())
-            if not all(frame.unchanged() for frame in kept):
+            if not all(isinstance(frame, bytes) or frame.unchanged() for frame in kept):
                 raise SessionError(
                     "the connection broke while a tensor was on its way, and the tensor has been "
                     "changed in place since: it cannot be sent again as it was"
@@ -496,8 +512,10 @@ class Link:
             self.broken = False
             self._start = self._end = 0
             self._large = None
-            self._queue = [part for frame in kept for part in frame.parts]
-            self._queued_bytes = 0
+            self._queue = []
+            for frame in kept:
+                self._queue += (frame,) if isinstance(frame, bytes) else frame.parts
+            self._queued_bytes = sum(map(_size, self._queue))
             self._writing = True
         self._write_queue()
 
@@ -511,10 +529,18 @@ class Link:
         self.stream.close()
 
 
+def _nobody_looks() -> None:
+    """Who sets `Link.nudge` is told when a frame waits on the queue and no send may come soon."""
+
+
+def _size(part: Bytes) -> int:
+    return part.nbytes if isinstance(part, memoryview) else len(part)
+
+
 def _rest(views: list[Bytes], sent: int) -> list[Bytes]:
     """What is left of the views after so many bytes."""
     for index, view in enumerate(views):
-        size = view.nbytes if isinstance(view, memoryview) else len(view)
+        size = _size(view)
         if sent < size:
             rest = views[index:]
             if sent:

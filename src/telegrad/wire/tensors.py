@@ -8,7 +8,8 @@ Three rules decide what becomes a buffer.
    a write through one shows through the other, there as here. Neighbours are joined too while
    the bytes between them do not exceed the bytes that they need.
 3. Any other tensor sends the stretch of memory that it covers, with its strides, if that is at
-   most twice its size; else a compact copy. A row of a large matrix never drags the matrix.
+   most twice its size; else a compact copy. A column of a large matrix never drags the matrix.
+   Only a tensor whose own elements lie over each other is never copied: that would part them.
 
 On arrival nothing may be read outside of a buffer. A layout knows how far it extends from its
 first element (`Layout.extent`); a tensor is built only after this was compared with its buffer.
@@ -146,7 +147,7 @@ def _write_stretch(
     tensor: torch.Tensor, flags: int, out: bytearray, buffers: list[memoryview]
 ) -> None:
     layout = layout_of(tensor)
-    if layout.extent > 2 * layout.nbytes:
+    if layout.sparse:
         tensor = _compacted(tensor.detach())
         layout = layout_of(tensor)
     start = _start_of(tensor)
@@ -155,11 +156,14 @@ def _write_stretch(
 
 
 def _compacted(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy. As integers, because torch cannot copy some of its smallest types."""
-    same_size = _INTEGERS.get(tensor.itemsize)
-    if same_size is None:
-        return tensor.contiguous()
-    return tensor.view(same_size).contiguous().view(tensor.dtype)
+    """A dense copy. Dimensions that were expanded stay so."""
+    shape = tensor.shape
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    # As integers, because torch cannot copy some of its smallest types.
+    same_size = _INTEGERS.get(tensor.itemsize, tensor.dtype)
+    return tensor.view(same_size).contiguous().view(tensor.dtype).expand(shape)
 
 
 def _write_shared(
@@ -242,7 +246,7 @@ def _places(group: Iterable[torch.Tensor]) -> Iterable[_Place]:
         layout = layout_of(tensor)
         if layout.extent:
             start = _start_of(tensor)
-            yield _Place(start, start + layout.extent, tensor, min(layout.nbytes, layout.extent))
+            yield _Place(start, start + layout.extent, tensor, layout.distinct)
 
 
 def _write_sparse(

@@ -1,0 +1,123 @@
+"""Functions on their way, as torch RPC sends them.
+
+A function travels inside of a `Udf`. It differs from telegrad's own way in two stock habits: the
+callee prints the error of a function to its standard error, and a function that the callee does not
+have fails when it is to run, with the words that users search for.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from telegrad.compat import stock
+from telegrad.rpc.functions import is_async_execution
+from telegrad.rpc.node import Passage, current_node
+from telegrad.wire.codec import CodecError, Trust, extend
+from telegrad.wire.errors import Refusal
+from telegrad.wire.names import name_of, object_named
+
+NOT_FOUND = (
+    "{} Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both "
+    "caller and callee modules."
+)
+
+
+class Udf:
+    """A user-defined function on its way to a callee."""
+
+    __slots__ = ("__weakref__", "function")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.function(*args, **kwargs)
+        except Exception as error:
+            _report(error)
+            raise
+
+    @property
+    def __qualname__(self) -> str:  # type: ignore[override]
+        return str(getattr(self.function, "__qualname__", repr(self.function)))
+
+    @property
+    def _telegrad_async_execution(self) -> bool:
+        return is_async_execution(self.function)
+
+    # The callee remembers which functions are slow: a Udf stands for its function.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Udf) and bool(self.function == other.function)
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+
+class _Missing:
+    """A function that this worker does not have."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(NOT_FOUND.format(self._problem))
+
+
+def _report(error: Exception) -> None:
+    trace = "".join(traceback.format_exception(error))
+    print(f"On {current_node().info}:\n{error!r}\n{trace}", file=sys.stderr)
+
+
+def _leave(udf: Udf, passage: Passage) -> object:
+    try:
+        return (name_of(udf.function, passage.node.trust), None)
+    except Refusal:
+        return (None, udf.function)
+
+
+def _arrive(data: Any, passage: Passage) -> Udf:
+    name, function = data
+    if name is None:
+        return Udf(function)
+    try:
+        found: Any = object_named(name, passage.node.trust)
+    except CodecError as error:
+        if passage.node.trust is Trust.DATA:
+            raise
+        found = _Missing(str(error))
+    return Udf(found)
+
+
+def _leave_script(function: torch.jit.ScriptFunction, passage: object) -> str:
+    return stock.script_function_name(function)
+
+
+def _arrive_script(name: str, passage: object) -> torch.jit.ScriptFunction:
+    return stock.script_function(name)
+
+
+def _leave_script_module(module: torch.jit.ScriptModule, passage: object) -> bytes:
+    stream = io.BytesIO()
+    torch.jit.save(module, stream)
+    return stream.getvalue()
+
+
+def _arrive_script_module(data: bytes, passage: object) -> torch.jit.ScriptModule:
+    return torch.jit.load(io.BytesIO(data))
+
+
+extend("torch function", Udf, _leave, _arrive)
+extend("script function", torch.jit.ScriptFunction, _leave_script, _arrive_script)
+extend(
+    "script module",
+    torch.jit.RecursiveScriptModule,
+    _leave_script_module,
+    _arrive_script_module,
+)

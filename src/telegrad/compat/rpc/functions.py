@@ -1,0 +1,16 @@
+"""Stands for `torch.distributed.rpc.functions`."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from telegrad.rpc.functions import async_execution as native_async_execution
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def async_execution(fn: F) -> F:
+    """Mark a function whose result is a `torch.futures.Future`: the call is answered by its value."""
+    wrapper = native_async_execution(fn)
+    # Packages ask for this attribute, as stock's own proxies do.
+    wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
+    return wrapper

@@ -1,0 +1,214 @@
+"""RRefs with the words and the private methods of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from telegrad.compat.rpc.calls import Udf
+from telegrad.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.rpc.calls import Pending
+from telegrad.rpc.node import Node, Passage
+from telegrad.rpc.references import ForkId, ReferenceId, Transfer
+from telegrad.rpc.rref import RRef as NativeRRef
+from telegrad.rpc.rref import call_method, remote_reference
+from telegrad.rpc.futures import begin_async
+from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.codec import extend
+
+T = TypeVar("T")
+Future = torch.futures.Future
+
+
+def seconds(timeout: float) -> float | None:
+    """Torch's way to leave a timeout unset, in telegrad's."""
+    return None if timeout == UNSET_RPC_TIMEOUT else timeout
+
+
+class RRef(NativeRRef[T]):
+    """A reference to a value that lives on its owner."""
+
+    _creation_future: Future[Any] | None
+    _type_future: Future[Any] | None
+
+    def __init__(self, value: T, type_hint: object = None) -> None:
+        super().__init__(value)
+
+    @property
+    def _futures(self) -> dict[str, Future[Any]]:
+        return self.__dict__.setdefault("futures", {})
+
+    def local_value(self) -> T:
+        if not self.is_owner():
+            raise RuntimeError(
+                f"For {self._described()}, can't call localValue() on user {self._node.info!r}. "
+                f"Call it on owner {self.owner()!r}."
+            )
+        return super().local_value()
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:  # type: ignore[override]
+        return super().to_here(seconds(timeout))
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
+        return super().rpc_sync(seconds(timeout))
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
+        return super().rpc_async(seconds(timeout))
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
+        return _RemoteProxy(self, timeout)
+
+    def backward(  # type: ignore[override]
+        self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False
+    ) -> None:
+        super().backward(dist_autograd_ctx_id, retain_graph)
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The class of the value. Asked of the owner once."""
+        future = self._futures.get("type")
+        if future is None:
+            future = self._futures["type"] = self._ask_type(timeout)
+        return future.wait() if blocking else future
+
+    def _ask_type(self, timeout: float) -> Future[Any]:
+        if self.is_owner():
+            future: Future[Any] = Future()
+            future.set_result(type(self.local_value()))
+            return future
+        return begin_async(
+            self._node, self.owner(), Udf(_type_on_owner), (self,), None, seconds(timeout)
+        )
+
+    def _get_future(self) -> Future[Any]:
+        """Done when the owner has answered the call that made this reference."""
+        future = self._futures.get("creation")
+        if future is None:
+            raise RuntimeError(f"{self!r} was not made by rpc.remote: it has no future")
+        return future
+
+    def _get_profiling_future(self) -> Future[Any]:
+        return self._get_future()
+
+    def _set_profiling_future(self, future: Future[Any]) -> None:
+        self._futures["creation"] = future
+
+    # A reference is sent as itself: there is no other form to give away or to take.
+
+    def _serialize(self) -> RRef[T]:
+        self._check_can_fork()
+        return self
+
+    @classmethod
+    def _deserialize(cls, rref: RRef[Any]) -> RRef[Any]:
+        return rref
+
+    def _check_can_fork(self) -> None:
+        if self._node.closed:
+            raise RuntimeError(f"{self!r} is deleted. Cannot call fork an UserRRef after deletion.")
+
+    def _check_usable(self, what: str) -> None:
+        if self._node.closed:
+            raise RuntimeError(f"{self!r} is deleted. Cannot call {what} on it after deletion.")
+        super()._check_usable(what)
+
+    def _described(self) -> str:
+        reference, fork = self._reference, self._handle
+        assert isinstance(fork, ForkId)
+        return (
+            f"UserRRef(rref_id=GloballyUniqueId(created_on={reference.created_on}, "
+            f"local_id={reference.number}), fork_id=GloballyUniqueId(created_on={fork.created_on}, "
+            f"local_id={fork.number}))"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+
+PyRRef = RRef
+
+
+def make_remote(
+    node: Node,
+    to: WorkerInfo,
+    target: Callable[..., Any],
+    args: tuple[Any, ...] | list[Any],
+    kwargs: dict[str, Any] | None,
+    timeout: float,
+) -> RRef[Any]:
+    """`rpc.remote`, with a future of the creation beside the reference."""
+    created: Future[Any] = Future()
+
+    def settled(pending: Pending) -> None:
+        try:
+            node.outcome(pending)
+        except BaseException as error:
+            created.set_exception(error)
+        else:
+            created.set_result(None)
+
+    rref = remote_reference(node, to, target, args, kwargs, seconds(timeout), RRef, settled)
+    assert isinstance(rref, RRef)
+    rref._futures["creation"] = created
+    return rref
+
+
+def _type_on_owner(rref: RRef[Any]) -> type:
+    return type(rref.local_value())
+
+
+class _RemoteProxy:
+    """`rref.remote().method(...)`: fails at once if the value's class has no such method."""
+
+    def __init__(self, rref: RRef[Any], timeout: float) -> None:
+        self._rref = rref
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., RRef[Any]]:
+        return partial(_invoke_remote, self._rref, self._timeout, name)
+
+
+def _invoke_remote(
+    rref: RRef[Any], timeout: float, name: str, *args: Any, **kwargs: Any
+) -> RRef[Any]:
+    method = getattr(rref._get_type(timeout), name)
+    marked = getattr(method, "_wrapped_async_rpc_function", None) is not None
+    target = _call_async_method if marked else call_method
+    call = (rref, name, args, kwargs)
+    return make_remote(rref._node, rref.owner(), Udf(target), call, None, timeout)
+
+
+def _call_async_method(
+    rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    return call_method(rref, name, args, kwargs)
+
+
+_call_async_method._telegrad_async_execution = True  # type: ignore[attr-defined]
+
+
+def _leave(rref: RRef[Any], passage: Passage | None) -> object:
+    if passage is None:
+        raise RuntimeError("Can not pickle rref outside of a call.")
+    rref._check_can_fork()
+    transfer = passage.node.values.share(rref._handle, passage.worker)
+    return (tuple(transfer.reference), tuple(transfer.fork))
+
+
+def _arrive(data: Any, passage: Passage | None) -> RRef[Any]:
+    if passage is None:
+        raise ValueError("a reference came outside of a call")
+    reference, fork = data
+    transfer = Transfer(ReferenceId(*reference), ForkId(*fork))
+    node = passage.node
+    rref = RRef._of(node, transfer.reference, node.values.arrive(transfer))
+    assert isinstance(rref, RRef)
+    return rref
+
+
+extend("torch rref", RRef, _leave, _arrive)

@@ -1,0 +1,108 @@
+"""Stock torch as it is before anything is replaced: the one file that names its private parts.
+
+Import this before `install` swaps modules; from then on these names still lead to the originals.
+What is taken over as it is: plain data (options, enums, namedtuples, constants) and the RPC pickler,
+whose table of tensors has a form that user code relies on.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.distributed.autograd as autograd
+import torch.distributed.nn.api.remote_module as remote_module
+import torch.distributed.optim.optimizer as optimizer
+import torch.distributed.rpc as rpc
+from torch._C import _distributed_autograd as c_autograd
+from torch._C import _distributed_rpc as c_rpc
+from torch._C._distributed_rpc import (
+    RpcBackendOptions,
+    _TensorPipeRpcBackendOptionsBase,
+)
+from torch.distributed.rpc import (
+    api,
+    backend_registry,
+    constants,
+    functions,
+    internal,
+    options,
+    rref_proxy,
+    server_process_global_profiler,
+)
+from torch.distributed.rpc.backend_registry import BackendValue
+from torch.distributed.rpc.internal import (
+    PythonUDF,
+    RemoteException,
+    RPCExecMode,
+    _build_rpc_profiling_key,
+    _InternalRPCPickler,
+    _start_record_function,
+)
+from torch.distributed.rpc.options import TensorPipeRpcBackendOptions
+
+MODULES: dict[str, ModuleType] = {
+    "torch.distributed.rpc": rpc,
+    "torch.distributed.rpc.api": api,
+    "torch.distributed.rpc.backend_registry": backend_registry,
+    "torch.distributed.rpc.constants": constants,
+    "torch.distributed.rpc.functions": functions,
+    "torch.distributed.rpc.internal": internal,
+    "torch.distributed.rpc.options": options,
+    "torch.distributed.autograd": autograd,
+}
+"""Those that `install` replaces, by name."""
+
+wait_all = torch.futures.wait_all
+
+
+def script_function_name(function: torch.jit.ScriptFunction) -> str:
+    """The name under which torch keeps a compiled function."""
+    return str(torch._jit_internal._qualified_name(function))
+
+
+def script_function(name: str) -> torch.jit.ScriptFunction:
+    """The compiled function of that name in this process."""
+    found = torch.jit._state._python_cu.find_function(name)
+    if found is None:
+        raise AttributeError(f"no TorchScript function {name} has been compiled on this worker")
+    return found
+
+
+def is_cpu_only(maps: dict[str, dict[torch.device, torch.device]]) -> bool:
+    """Whether device maps ask for nothing but what happens without them."""
+    devices = [device for map_ in maps.values() for pair in map_.items() for device in pair]
+    return all(device.type == "cpu" for device in devices)
+
+
+__all__ = [
+    "MODULES",
+    "BackendValue",
+    "PythonUDF",
+    "RPCExecMode",
+    "RemoteException",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "_InternalRPCPickler",
+    "_TensorPipeRpcBackendOptionsBase",
+    "_build_rpc_profiling_key",
+    "_start_record_function",
+    "api",
+    "autograd",
+    "backend_registry",
+    "c_autograd",
+    "c_rpc",
+    "constants",
+    "functions",
+    "internal",
+    "is_cpu_only",
+    "optimizer",
+    "options",
+    "remote_module",
+    "rpc",
+    "rref_proxy",
+    "script_function",
+    "script_function_name",
+    "server_process_global_profiler",
+    "wait_all",
+]

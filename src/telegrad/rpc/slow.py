@@ -1,0 +1,47 @@
+"""Which functions take so long that the thread that reads should not run them.
+
+One slow run may be an accident of a busy machine, so the memory is short: a slow run counts twice,
+a quick one takes one off, and a function with a count of two or more is expected to be slow.
+"""
+
+from __future__ import annotations
+
+import time
+
+QUICK = 0.0005
+MOST = 8
+
+
+class SlowFunctions:
+    """Functions that ran for longer than a tick of the watch."""
+
+    def __init__(self) -> None:
+        self._counts: dict[object, int] = {}
+
+    def knows(self, function: object) -> bool:
+        """Whether the function has been slow lately: it is to be timed."""
+        return bool(self._counts) and _name(function) in self._counts
+
+    def expects(self, function: object) -> bool:
+        """Whether the function is expected to be slow."""
+        return self._counts.get(_name(function), 0) >= 2
+
+    def was_slow(self, function: object) -> None:
+        name = _name(function)
+        self._counts[name] = min(self._counts.get(name, 0) + 2, MOST)
+
+    def ended(self, function: object, started: float) -> None:
+        """A function that is known here has ended."""
+        if time.monotonic() - started < QUICK:
+            name = _name(function)
+            count = self._counts.get(name, 0)
+            if count > 1:
+                self._counts[name] = count - 1
+            else:
+                self._counts.pop(name, None)
+
+
+def _name(function: object) -> object:
+    """What stands for a function here: never its object, which must not be kept alive."""
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__qualname__", None) or type(function)

@@ -1,0 +1,209 @@
+"""Processes for tests: forked in milliseconds, told what to do, killed at will.
+
+A *nursery* is one process that has imported torch; every `Process` is a fork of it and runs, in its
+main thread, the functions that the test sends, one after the other. A process joins a job, waits or
+crashes because a test told it to: nothing is simulated. None outlives the test run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from telegrad import rpc
+from telegrad.launch.lifeline import die_with_parent
+
+ROOT = Path(__file__).parents[2]
+
+
+class Nursery:
+    """Forks processes until it is closed; then all of them end."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        path = [str(ROOT), str(ROOT / "src"), *sys.path]
+        boot = (
+            f"import sys; sys.path[:] = {path!r}; from tests.rpc import fleet; "
+            f"fleet.fork_on_request({theirs.fileno()}, {os.getpid()})"
+        )
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", boot],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+
+    def start(self) -> Process:
+        ours, theirs = socket.socketpair()
+        stderr, their_stderr = os.pipe()
+        socket.send_fds(self._channel, [b"f"], [theirs.fileno(), their_stderr])
+        theirs.close()
+        os.close(their_stderr)
+        return Process(Connection(ours.detach()), stderr)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._server.wait(10)
+
+
+def fork_on_request(descriptor: int, parent: int) -> None:
+    """The nursery's own process."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    channel = socket.socket(fileno=descriptor)
+    me = os.getpid()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(channel, 1, 2)
+        if not data:
+            return
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            die_with_parent(me)
+            channel.close()
+            commands, stderr = descriptors
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            os._exit(_obey(Connection(commands)))
+        for each in descriptors:
+            os.close(each)
+
+
+def _obey(commands: Connection) -> int:
+    commands.send(os.getpid())
+    while True:
+        try:
+            work, args, kwargs = commands.recv()
+        except EOFError:
+            return 0
+        try:
+            answer = (True, work(*args, **kwargs))
+        except BaseException as error:
+            error.add_note(traceback.format_exc())
+            answer = (False, error)
+        try:
+            commands.send(answer)
+        except Exception as error:
+            commands.send((False, RuntimeError(f"the answer cannot be sent: {error!r}: {answer}")))
+
+
+class Process:
+    """One process that obeys. What it writes to standard error is in `errors` after its end."""
+
+    def __init__(self, commands: Connection, stderr: int) -> None:
+        self._commands = commands
+        self.pid: int = commands.recv()
+        self.errors = ""
+        self._answers: list[Future[Any]] = []
+        self._lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
+        self._reader.start()
+        self._stderr = threading.Thread(target=self._read_errors, args=(stderr,), daemon=True)
+        self._stderr.start()
+
+    def begin(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Have it run a function; the future has the outcome, ConnectionError if it died."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._answers.append(future)
+            # Failing here would be the tester's own mistake: pickle before anything leaves.
+            self._commands.send_bytes(pickle.dumps((work, args, kwargs)))
+        return future
+
+    def do(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.begin(work, *args, **kwargs).result(60)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it as the kernel ends a process that took too much memory."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._reader.join(10)
+
+    def end(self) -> str:
+        """Let it go when it has done all; what it wrote to standard error."""
+        with contextlib.suppress(OSError):
+            descriptor = os.dup(self._commands.fileno())
+            with socket.socket(fileno=descriptor) as channel:
+                channel.shutdown(socket.SHUT_WR)
+        self._reader.join(20)
+        self._stderr.join(20)
+        return self.errors
+
+    def _read_answers(self) -> None:
+        while True:
+            try:
+                ok, value = self._commands.recv()
+            except (EOFError, OSError):
+                break
+            future = self._answers.pop(0)
+            if ok:
+                future.set_result(value)
+            else:
+                future.set_exception(value)
+        for future in self._answers:
+            future.set_exception(ConnectionError("the process ended before it was done"))
+
+    def _read_errors(self, stderr: int) -> None:
+        with os.fdopen(stderr, errors="replace") as stream:
+            for line in stream:
+                self.errors += line
+
+
+class Job:
+    """Workers of one job, each a process of its own."""
+
+    def __init__(self, nursery: Nursery, names: tuple[str, ...], **options: Any) -> None:
+        self.store = serve_store()
+        self.processes = {name: nursery.start() for name in names}
+        joining = [
+            process.begin(join, name, rank, len(names), self.store.port, **options)
+            for rank, (name, process) in enumerate(self.processes.items())
+        ]
+        for each in joining:
+            each.result(60)
+
+    def __getitem__(self, name: str) -> Process:
+        return self.processes[name]
+
+    def close(self) -> None:
+        """All workers shut down with grace; each has to do it in time and without a word."""
+        leaving = [process.begin(rpc.shutdown) for process in self.processes.values()]
+        for each in leaving:
+            with contextlib.suppress(ConnectionError):
+                each.result(30)
+        for process in self.processes.values():
+            process.end()
+
+    def abandon(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+
+
+def serve_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client_of(port: int) -> TCPStore:
+    limit = timedelta(seconds=30)
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def join(name: str, rank: int | None, world_size: int | None, port: int, **options: Any) -> None:
+    rpc.init_rpc(name, rank=rank, world_size=world_size, store=client_of(port), **options)

@@ -699,7 +699,7 @@ def run_seeds(seeds: range) -> None:
 
 
 def test_lifetime_is_exact_under_random_schedules_and_deaths():
-    run_seeds(range(3000))
+    run_seeds(range(2000))
 
 
 def release_despite_pins(self: References, fork, held) -> None:
@@ -812,4 +812,4 @@ def test_the_simulation_catches_a_broken_rule(
 ):
     monkeypatch.setattr(References, rule, broken)
     with pytest.raises(AssertionError, match="replays it"):
-        run_seeds(range(3000))
+        run_seeds(range(2000))

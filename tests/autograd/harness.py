@@ -246,6 +246,10 @@ class Workers:
         self.nodes[0].autograd.release(self.context_id)
         self.network.drain()
 
+    def leftovers(self) -> dict[str, dict[str, int]]:
+        counts = {node.info.name: node.autograd.counts() for node in self.nodes}
+        return {name: held for name, held in counts.items() if any(held.values())}
+
     def kill(self, worker: int) -> None:
         self.network.drop_of(worker)
         for node in self.nodes:

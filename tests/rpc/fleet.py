@@ -8,6 +8,7 @@ crashes because a test told it to: nothing is simulated. None outlives the test 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import signal
@@ -84,6 +85,7 @@ def fork_on_request(descriptor: int, parent: int) -> None:
 
 
 def _obey(commands: Connection) -> int:
+    faulthandler.register(signal.SIGUSR1)
     commands.send(os.getpid())
     while True:
         try:

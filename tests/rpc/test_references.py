@@ -812,4 +812,4 @@ def test_the_simulation_catches_a_broken_rule(
 ):
     monkeypatch.setattr(References, rule, broken)
     with pytest.raises(AssertionError, match="replays it"):
-        run_seeds(range(2000))
+        run_seeds(range(3000))

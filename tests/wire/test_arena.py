@@ -307,6 +307,15 @@ def test_trim_gives_back_what_lay_unused_for_a_whole_interval(arena: Arena) -> N
     assert place(arena, bytes(16 * MB)) == 0
 
 
+def test_trim_finds_the_pages_of_merged_slots(arena: Arena) -> None:
+    for offset in [place(arena, bytes(MB)) for _ in range(16)]:
+        arena.release(offset)
+    place(arena, bytes(7 * MB))
+    assert arena.trim() == 9 * MB
+    assert resident(arena) == 7 * MB
+    assert place(arena, bytes(8 * MB)) == 7 * MB
+
+
 def test_trim_leaves_what_is_lent_alone(arena: Arena, view: ArenaView) -> None:
     kept = place(arena, b"k" * MB)
     for size in (MB, 2 * MB):

@@ -423,6 +423,8 @@ def test_left_over_bytes_and_buffers_are_refused() -> None:
         unpack(meta + b"\0", [])
     with pytest.raises(CodecError, match="0 of its 1 buffers"):
         unpack(meta, [bytearray(1)])
+    with pytest.raises(CodecError, match="announces 4096 elements"):
+        unpack(bytes([0, 0, 14, 255]) + (4096).to_bytes(8, "little") + bytes(100), [])
     with pytest.raises(CodecError, match="unknown tag 200"):
         unpack(b"\0\0\xc8", [])
 

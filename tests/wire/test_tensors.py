@@ -155,11 +155,17 @@ def test_views_of_one_storage_share_it_on_arrival() -> None:
 
 def test_views_of_unequal_element_sizes_begin_where_all_can() -> None:
     base = torch.arange(64, dtype=torch.uint8)
-    views = [base[24:40].view(torch.float64), base[25:60], base[26:30].view(torch.int16)]
+    views = [base[32:48].view(torch.float64), base[25:60], base[26:30].view(torch.int16)]
     back = sent(views)
     assert [raw(view) for view in views] == [raw(tensor) for tensor in back]
     back[0].zero_()
-    assert back[1][0] == 0
+    assert back[1][7] == 0
+
+
+def test_tensor_that_lies_over_itself_still_does_on_arrival() -> None:
+    back = sent(torch.arange(20.0).as_strided((2, 2), (9, 9)))
+    back[0, 1] = 77
+    assert back[1, 0] == 77
 
 
 def test_neighbours_share_and_strangers_do_not() -> None:
@@ -287,6 +293,14 @@ def test_buffer_of_another_length_is_refused() -> None:
             unpack(packed.meta, [bytearray(len(packed.buffers[0]) - 1)])
         with pytest.raises(CodecError, match="buffer"):
             unpack(packed.meta, [])
+    with pytest.raises(CodecError, match="12 bytes came with a buffer of 13"):
+        unpack(pack(torch.ones(3)).meta, [bytearray(13)])
+
+
+def test_negative_shape_is_refused() -> None:
+    meta = pack(torch.ones(3)).meta.replace((3).to_bytes(8, "little"), b"\xff" * 8)
+    with pytest.raises(CodecError, match="negative"):
+        unpack(meta, [bytearray(12)])
 
 
 def test_shape_that_asks_for_more_than_its_buffer_is_refused() -> None:

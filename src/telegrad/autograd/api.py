@@ -53,19 +53,21 @@ def backward(
     retain_graph: bool = False,
     create_graph: bool = False,
     mode: str = "smart",
+    timeout: float | None = None,
 ) -> None:
     """Compute the gradients of `roots` on every worker that had a part in making them.
 
     Gradients go to the context, not to `.grad`: read them with `get_gradients` on each worker.
     Several passes over one context add up. `mode="fast"` asks that everything that crossed
-    between workers is used; where it is not, `UnusedResult` names it.
+    between workers is used; where it is not, `UnusedResult` names it. `timeout` in seconds bounds
+    the whole pass.
     """
     options = Options(bool(retain_graph), bool(create_graph), _mode(mode))
     _check_arguments(context_id, roots)
     service = autograd_of()
     found = service.container.get(context_id)
     _check_roots(roots)
-    service.backward(found, roots, options)
+    service.backward(found, roots, options, timeout)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """The distributed pass as one worker sees it: a core, without engine, thread, socket or clock.
 
 **Taking part.** The first message that *engages* a worker makes its sender the worker's parent.
-Engaging are `Begin`, and the first `Gradient` from one worker to another. Each is acknowledged once:
-at once if the worker is already engaged, else when its part has ended, that is when
+Engaging are `Begin`, and the first `Gradient` from one worker to another. Each is acknowledged
+once: at once if the worker is already engaged, else when its part has ended, that is when
 
     its local graph is complete (all its sends are resolved, all nodes have run), and
     all that it engaged itself has been acknowledged.

@@ -199,9 +199,9 @@ class AutogradCrossing:
     def leaving(self, node: Any, to: int, tensors: Sequence[Tensor], scope: Scope) -> bytes:
         """Record a send if the message needs one; the note that travels with it."""
         context = scope.context
+        context.known_workers.add(to)
         if context.released:
             return b""
-        context.known_workers.add(to)
         if not scope.recording:
             return Note(context.id, recording=False).pack()
         indices = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]

@@ -120,6 +120,7 @@ class Run:
             while self._runnable(group):
                 self._run(group)
                 moved = True
+        self._drop_tasks()
         return moved
 
     def settle(self) -> None:
@@ -137,9 +138,13 @@ class Run:
             source.edges, source.gradients = (), ()
         self._groups, self._nodes, self._current = [], {}, None
         self._fired, self._captured = {}, []
+        self._drop_tasks()
+
+    def _drop_tasks(self) -> None:
+        """What a call that did not end left in the queue of this thread holds the graph."""
         if self._left_tasks:
-            torch_private.drop_queued_tasks()
             self._left_tasks = False
+            torch_private.drop_queued_tasks()
 
     # Called by nodes, from inside the engine.
 
@@ -280,7 +285,6 @@ class Run:
         try:
             results = self._call(roots, leaves, group)
         except Suspend:
-            self._left_tasks = True
             self._carry_over(group, stages, waiting)
             self._answer_unreachable(group)
             assert stages.ran != before, "a suspended call made no progress"
@@ -342,6 +346,7 @@ class Run:
             inputs.append(anchor())
         previous = engine_thread.running
         engine_thread.running = self
+        self._left_tasks = True
         try:
             with torch_private.eager_engine():
                 results = torch.autograd.grad(
@@ -357,6 +362,7 @@ class Run:
             raise
         finally:
             engine_thread.running = previous
+        self._left_tasks = False
         return results[: len(leaves)]
 
     def _deliver(

@@ -10,9 +10,10 @@ Only the driver touches the core and the run, so neither needs a lock. The inbox
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from telegrad.autograd.messages import (
     Options,
 )
 from telegrad.autograd.plan import ROOTS, Source, State
-from telegrad.rpc.errors import RemoteTraceback, WorkerLost
+from telegrad.rpc.errors import CallTimeout, RemoteTraceback, WorkerLost
 
 if TYPE_CHECKING:
     from telegrad.autograd.service import Autograd
@@ -75,7 +76,9 @@ class Abandoned(Exception):
 class Participant:
     """One worker's part of one pass of one context."""
 
-    def __init__(self, service: Autograd, context: Context, pass_id: int) -> None:
+    def __init__(
+        self, service: Autograd, context: Context, pass_id: int, *, initiator: bool = False
+    ) -> None:
         self.context = context
         self.pass_id = pass_id
         self._service = service
@@ -83,7 +86,7 @@ class Participant:
         self._worker: int = service.node.info.id
         self._condition = service.node.runtime.condition()
         self._inbox: list[tuple[int, Event]] = []
-        self._driving = False
+        self._driving = initiator
         self._part: Part | None = None
         self._run: Run | None = None
         self._partners: frozenset[int] = frozenset()
@@ -96,29 +99,45 @@ class Participant:
 
     # For the initiator.
 
-    def lead(self, roots: Sequence[Tensor], options: Options, history: History) -> None:
+    def lead(
+        self,
+        roots: Sequence[Tensor],
+        options: Options,
+        history: History,
+        timeout: float | None = None,
+    ) -> None:
         """Run the whole pass; returns when it is over on every worker."""
-        with self._condition:
-            self._driving = True
+        runtime = self._node.runtime
+        deadline = math.inf if timeout is None else runtime.now() + timeout
         try:
-            self._drive_to_end(roots, options, history)
+            part = self._join(options, history, roots)
+            self._advance()
+            while part.failure is None and not part.ended:
+                self._await_news(part, deadline - runtime.now(), timeout)
+                self._advance()
+            self._raise_failure()
+        except BaseException as error:
+            self._fail(error)
+            raise
         finally:
             with self._condition:
                 self._driving = False
                 self._inbox.clear()
             self._clean_up()
 
-    def _drive_to_end(self, roots: Sequence[Tensor], options: Options, history: History) -> None:
-        self._guarded(lambda: self._join(options, history, roots))
-        self._advance()
-        part = self._part
-        while part is not None and part.failure is None and not part.ended:
-            batch = self._next(self._service.stall_time if part.muted else None)
-            if not batch:
-                self._send(part.probe(self._partners))
-            self._handle_all(batch)
-            self._advance()
-        self._raise_failure()
+    def _await_news(self, part: Part, left: float, timeout: float | None) -> None:
+        patience = self._service.stall_time if part.muted else math.inf
+        until = min(left, patience)
+        batch = self._next(None if until == math.inf else until)
+        self._handle_all(batch)
+        if batch:
+            return
+        if until == left:
+            raise CallTimeout(
+                f"backward in context {self.context.id} did not end in {timeout} s. It waits for "
+                f"the workers {sorted(map(self._node.members.name, self._partners))}."
+            )
+        self._send(part.probe(self._partners))
 
     def _raise_failure(self) -> None:
         if self._error is not None:
@@ -147,6 +166,8 @@ class Participant:
             self._handle_all(batch)
             self._advance()
             self._clean_up()
+            # Its traceback holds the graph, and the others have been told.
+            self._error = None
 
     # Outlet of the run: called from inside the engine.
 
@@ -190,13 +211,10 @@ class Participant:
 
     def _handle_all(self, batch: list[tuple[int, Event]]) -> None:
         for sender, event in batch:
-            self._guarded(lambda sender=sender, event=event: self._handle(sender, event))
-
-    def _guarded(self, work: Any) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._fail(error)
+            try:
+                self._handle(sender, event)
+            except Exception as error:
+                self._fail(error)
 
     def _handle(self, sender: int, event: Event) -> None:
         if isinstance(event, Begin | Gradient):
@@ -246,7 +264,7 @@ class Participant:
             f"Worker {name!r} ({worker}) is gone, the backward pass needs it: {reason}."
         )
 
-    def _join(self, options: Options, history: History, roots: Sequence[Tensor] | None) -> None:
+    def _join(self, options: Options, history: History, roots: Sequence[Tensor] | None) -> Part:
         part = Part(self._worker, options, history, initiator=roots is not None)
         self._part = part
         self._service.pass_began()
@@ -274,10 +292,13 @@ class Participant:
         for sender, event in early:
             for message in event.messages:
                 self._resolve(part, sender, message, None)
+        return part
 
     def _resolve(
         self, part: Part, sender: int, message: int, gradients: Sequence[Tensor | None] | None
     ) -> None:
+        if part.complete:
+            return
         assert self._run is not None
         source = self._run.sources.get(message)
         if source is None or message == ROOTS:
@@ -368,6 +389,7 @@ class Participant:
             self._retire()
 
     def _retire(self) -> None:
+        self._sends, self._peer_of_recv = {}, {}
         if self._active:
             self._active = False
             self._service.pass_left()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from telegrad.autograd.backward import Post
 from telegrad.autograd.container import Census, Container
-from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord
-from telegrad.autograd.messages import Fail, Gradient, History, Options, decode, encode
+from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, worker_of
+from telegrad.autograd.messages import Gradient, History, Options, decode, encode
 from telegrad.autograd.participant import Abandon, Lost, Missed, Participant
 
 TOPIC_PASS = "autograd.pass"
@@ -57,8 +57,10 @@ class Autograd:
         payload = (census.origin, census.version, census.newest, tuple(census.live))
         told: set[int] = set()
         for context in contexts:
-            told |= context.known_workers
+            # The flag before the look at the workers, as `leaving` looks after it has added one:
+            # a message leaves either without a note or to a worker that is told here.
             self._end(context, f"Context {context.id} was released during backward.")
+            told |= context.known_workers
         for worker in sorted(told - {self.node.info.id, sender}):
             self.node.post(worker, TOPIC_RELEASE, payload)
 
@@ -77,16 +79,22 @@ class Autograd:
 
     # Passes.
 
-    def backward(self, context: Context, roots: Sequence[Tensor], options: Options) -> None:
+    def backward(
+        self,
+        context: Context,
+        roots: Sequence[Tensor],
+        options: Options,
+        timeout: float | None = None,
+    ) -> None:
         """Initiate a pass and see it through."""
         with context.lock:
             pass_id = context.passes.next_own(self.node.info.id)
-            participant = Participant(self, context, pass_id)
+            participant = Participant(self, context, pass_id, initiator=True)
             context.participants[pass_id] = participant
             history = context.passes.own_history()
         failed = True
         try:
-            participant.lead(roots, options, history)
+            participant.lead(roots, options, history, timeout)
             failed = False
         finally:
             with context.lock:
@@ -119,7 +127,8 @@ class Autograd:
 
     def _on_pass_message(self, sender: int, payload: tuple[Any, ...]) -> None:
         context_id, pass_id, message = decode(payload)
-        context = self.container.find(context_id)
+        # A message of a pass may overtake the call that would have brought its context here.
+        context = self.container.join(context_id, sender)
         if context is None:
             return
         with context.lock:
@@ -127,7 +136,7 @@ class Autograd:
                 return
             participant = context.participants.get(pass_id)
             if participant is None:
-                if pass_id >> WORKER_SHIFT == self.node.info.id and not isinstance(message, Fail):
+                if worker_of(pass_id) == self.node.info.id:
                     return
                 participant = context.participants[pass_id] = Participant(self, context, pass_id)
         participant.deliver(sender, message)

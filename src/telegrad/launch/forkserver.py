@@ -64,10 +64,11 @@ def main(control: int, lifeline: int, caller: int) -> None:
         channel.send(ThreadsBeforeFork())
         return
     server = ForkServer(channel)
+    server_id = os.getpid()
     seat = server.fork_workers(orders.seats)
     if seat is not None:
         # A worker does not return into the server's frames and exit handlers.
-        os._exit(work(seat, conduct, orders, lifeline))
+        os._exit(work(seat, conduct, orders, lifeline, server_id))
     outlive_parent()  # the loop sees the caller's end, and reaps the workers first
     server.serve()
 
@@ -110,7 +111,7 @@ class ForkServer:
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
         self._children: dict[int, _Child] = {}
-        self._ending = False
+        self._sent: signal.Signals | None = None  # to every worker
         self._selector = selectors.DefaultSelector()
 
     def fork_workers(self, seats: tuple[Seat, ...]) -> Seat | None:
@@ -181,7 +182,8 @@ class ForkServer:
         if child.stderr in self._selector.get_map():
             self._selector.unregister(child.stderr)
         os.close(child.stderr)
-        if not self._ending:
+        # Whatever else ended it came before our signal, and the caller wants to know.
+        if self._sent is None or exit_code != -self._sent:
             self._report(Ended(child.name, exit_code, tuple(child.lines)))
 
     def _report(self, report: Report) -> None:
@@ -212,8 +214,6 @@ class ForkServer:
             os.write(2, f"[{child.name}] {text}\n".encode(errors="replace"))
 
     def _end_workers(self) -> None:
-        self._reap()  # those ended by themselves, and are reported
-        self._ending = True
         deadline = time.monotonic() + _TERM_SECONDS
         self._signal_all(signal.SIGTERM)
         while self._children and (left := deadline - time.monotonic()) > 0:
@@ -224,6 +224,7 @@ class ForkServer:
             _, status = os.waitpid(child.pid, 0)
             self._bury(child, os.waitstatus_to_exitcode(status))
 
-    def _signal_all(self, number: int) -> None:
+    def _signal_all(self, number: signal.Signals) -> None:
+        self._sent = number
         for pid in self._children:
             os.kill(pid, number)

@@ -17,10 +17,12 @@ from telegrad.launch.lifeline import die_with_parent, watch
 from telegrad.launch.script import install_main
 
 
-def work(seat: Seat, conduct: Conduct, orders: Orders, lifeline: int) -> int:
+def work(seat: Seat, conduct: Conduct, orders: Orders, lifeline: int, server: int) -> int:
     """Take the seat and serve until the job ends. Returns the exit code of the process."""
     try:
-        _settle(seat, orders, lifeline)
+        die_with_parent(server)
+        watch(lifeline)
+        _settle(seat, orders)
         conduct.join(seat)
         conduct.serve(seat)
         return 0
@@ -34,9 +36,7 @@ def work(seat: Seat, conduct: Conduct, orders: Orders, lifeline: int) -> int:
             stream.flush()
 
 
-def _settle(seat: Seat, orders: Orders, lifeline: int) -> None:
-    die_with_parent(os.getppid())
-    watch(lifeline)
+def _settle(seat: Seat, orders: Orders) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _show_lines_at_once(sys.stdout)
     os.environ["OMP_NUM_THREADS"] = str(orders.threads)

@@ -77,10 +77,9 @@ class Agent:
             return
         if pending.completion:
             outgoing.attend()
-        if pending.deadline < self.node.calls.next_deadline:
-            self.node.calls.next_deadline = pending.deadline
-            if pending.completion:
-                self.watch.poke()
+        if pending.deadline < self.node.calls.next_deadline and pending.completion:
+            self.node.calls.look_by(pending.deadline)
+            self.watch.poke()
 
     def post(self, to: int, packed: Packed, note: bytes) -> None:
         with contextlib.suppress(WorkerLost, LinkClosed):
@@ -97,9 +96,8 @@ class Agent:
 
     def wait(self, pending: Pending) -> None:
         self.blocking()
-        outgoing = self._outgoing.get(pending.callee.id)
-        if outgoing is not None:
-            outgoing.wait(pending)
+        # A worker that is just being lost has no link any more, and its calls are not settled yet.
+        (self._outgoing.get(pending.callee.id) or self._loopback).wait(pending)
 
     def attend(self, pending: Pending) -> None:
         outgoing = self._outgoing.get(pending.callee.id)

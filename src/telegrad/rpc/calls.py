@@ -81,6 +81,13 @@ class Pending:
         return f"{describe_target(self.target)} on worker {self.callee.name!r}"
 
 
+def latched() -> Lock:
+    """A lock that is held: who acquires it waits until it is released."""
+    latch = Lock()
+    latch.acquire()
+    return latch
+
+
 def describe_target(target: object) -> str:
     """A name for a call's function that a person can search for."""
     if isinstance(target, str):
@@ -98,6 +105,7 @@ class Calls:
     def __init__(self) -> None:
         self._ids = itertools.count(1)
         self._to: dict[int, dict[int, Pending]] = {}
+        self._lock = Lock()
         self.next_deadline = math.inf
 
     def begin(self, callee: WorkerInfo, target: object, timeout: float, now: float) -> Pending:
@@ -115,11 +123,6 @@ class Calls:
         table = self._to.get(callee)
         return None if table is None else table.pop(call_id, None)
 
-    def oldest(self, callee: int) -> Pending | None:
-        for pending in list(self._to.get(callee, {}).values()):
-            return pending
-        return None
-
     def in_flight(self, callee: int) -> int:
         table = self._to.get(callee)
         return 0 if table is None else len(table)
@@ -134,14 +137,24 @@ class Calls:
         """Settle every call whose deadline has passed; note when to look again."""
         expired = []
         soonest = math.inf
+        with self._lock:
+            self.next_deadline = math.inf
         for pending in self.all():
             if pending.deadline <= now:
                 if self.expire_one(pending):
                     expired.append(pending)
             elif pending.deadline < soonest:
                 soonest = pending.deadline
-        self.next_deadline = soonest
+        self.look_by(soonest)
         return expired
+
+    def look_by(self, deadline: float) -> bool:
+        """Note that a deadline is to be looked at. Whether it is sooner than all others."""
+        with self._lock:
+            if deadline >= self.next_deadline:
+                return False
+            self.next_deadline = deadline
+            return True
 
     def expire_one(self, pending: Pending) -> bool:
         if self.take(pending.callee.id, pending.call_id) is None:

@@ -53,12 +53,16 @@ class Incoming:
         self._descriptor = link.stream.fileno()
 
     def start(self) -> None:
-        self.agent.threads.run(self._lead)
+        """Have a thread lead, if none does."""
+        with self._lock:
+            if self._leader is not None or self.gone:
+                return
+            me = self._leader = object()
+        self.agent.threads.run(lambda: self._lead(me))
 
     # Leading.
 
-    def _lead(self) -> None:
-        me = self._leader = object()
+    def _lead(self, me: object) -> None:
         local = self.agent.local
         local.timed = None
         while self._leader is me:
@@ -141,9 +145,9 @@ class Incoming:
         with self._lock:
             if token is None or self._leader is not token or self.gone:
                 return False
-            self._leader = None
+            heir = self._leader = object()
             self._turn += 1
-        self.agent.threads.run(self._lead)
+        self.agent.threads.run(lambda: self._lead(heir))
         return True
 
     def _park(self) -> bool:
@@ -159,8 +163,7 @@ class Incoming:
 
     def _noticed(self, events: int) -> None:
         self.agent.watch.forget(self._descriptor)
-        if not self.gone:
-            self.agent.threads.run(self._lead)
+        self.start()
 
     def tick(self) -> bool:
         """The watch looks in. Whether anything runs or is left unwritten."""
@@ -195,10 +198,7 @@ class Incoming:
     def resumed(self) -> None:
         self.link.stream.set_receive_timeout(IDLE_TIMEOUT)
         self._descriptor = self.link.stream.fileno()
-        with self._lock:
-            leaderless = self._leader is None
-        if leaderless:
-            self.start()
+        self.start()
 
     def end(self) -> None:
         self.gone = True

@@ -10,7 +10,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from telegrad.rpc.calls import Pending
+from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.node import Reply
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
@@ -81,14 +81,15 @@ class Loopback:
             self._agent.complete_elsewhere([pending])
 
     def wait(self, pending: Pending) -> None:
-        latch = pending.latch = threading.Lock()
-        latch.acquire()
+        if pending.latch is None:
+            pending.latch = latched()
         while not pending.done:
             remaining = pending.deadline - self._agent.node.runtime.now()
             if remaining <= 0:
                 self._agent.node.calls.expire_one(pending)
             else:
-                latch.acquire(timeout=min(remaining, 3600.0))
+                pending.latch.acquire(timeout=min(remaining, 3600.0))
+        pending.wake()
 
     def attend(self) -> None:
         """Replies complete their futures without anyone reading."""

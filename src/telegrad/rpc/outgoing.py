@@ -18,9 +18,11 @@ from __future__ import annotations
 import contextlib
 import select
 import threading
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from telegrad.rpc.calls import Pending
+from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.members import Member
 from telegrad.rpc.watch import ENDED, READABLE
 from telegrad.wire.codec import Packed
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 RECEIVE_TIMEOUT = 0.05
 MAX_CALLS_IN_FLIGHT = 8192
 BACKLOG = 32
+PAUSE_FOR_ROOM = 0.001
 
 
 class Outgoing:
@@ -73,8 +76,8 @@ class Outgoing:
             if reads:
                 self._reading = True
             else:
-                latch = pending.latch = threading.Lock()
-                latch.acquire()
+                if pending.latch is None:
+                    pending.latch = latched()
                 self._waiters[pending.call_id] = pending
         if not reads and not self._await_turn(pending):
             return
@@ -87,20 +90,34 @@ class Outgoing:
         latch = pending.latch
         assert latch is not None
         now = self.agent.node.runtime.now
-        while not pending.done and self._heir is not pending:
-            remaining = pending.deadline - now()
-            if remaining <= 0:
-                self.agent.node.calls.expire_one(pending)
-            else:
-                latch.acquire(timeout=min(remaining, 3600.0))
+        try:
+            while not pending.done and self._heir is not pending:
+                remaining = pending.deadline - now()
+                if remaining <= 0:
+                    self.agent.node.calls.expire_one(pending)
+                else:
+                    latch.acquire(timeout=min(remaining, 3600.0))
+        except BaseException:
+            # Interrupted: an heir that is not there would keep all others from reading.
+            if self._leave_queue(pending):
+                self._give_up_reading()
+            raise
+        heir = self._leave_queue(pending)
+        if pending.done:
+            # Several threads may wait for one call: each wakes the next.
+            pending.wake()
+            if heir:
+                self._give_up_reading()
+            return False
+        return heir
+
+    def _leave_queue(self, pending: Pending) -> bool:
+        """Wait no longer. Whether the reading role has been left to this call."""
         with self._roles:
             self._waiters.pop(pending.call_id, None)
             heir = self._heir is pending
             if heir:
                 self._heir = None
-        if heir and pending.done:
-            self._give_up_reading()
-            return False
         return heir
 
     def _read_until(self, pending: Pending) -> None:
@@ -124,10 +141,14 @@ class Outgoing:
     def _receive(self, link: Link) -> Frame | None:
         """Take one frame and give it to its call. The reader sees breaks, and mends them."""
         try:
-            frame = link.receive()
+            return self._take_one(link)
         except LinkBroken as error:
             self.agent.mend(self, str(error))
             return None
+
+    def _take_one(self, link: Link) -> Frame | None:
+        try:
+            frame = link.receive()
         except CodecError as error:
             self.agent.lose(self.member.info.id, f"it sent what cannot be read ({error})")
             return None
@@ -148,6 +169,11 @@ class Outgoing:
         return frame
 
     def _give_up_reading(self) -> None:
+        for pending in self._pass_on_reading():
+            pending.complete()
+
+    def _pass_on_reading(self) -> Sequence[Pending]:
+        """Let somebody else read, and return the calls that are still to be completed."""
         with self._roles:
             completed = self._take_completed() if self._completed else ()
             handed_on = False
@@ -160,9 +186,10 @@ class Outgoing:
                     break
             self._reading = handed_on
         if not handed_on and self.agent.node.calls.in_flight(self.member.info.id):
-            self.arm()
-        for pending in completed:
-            pending.complete()
+            # Whatever `_armed` says: a reader that disarms and one that arms may have crossed.
+            self._armed = True
+            self.agent.watch.look_for(self._descriptor, READABLE)
+        return completed
 
     def _read_while_blocked(self) -> None:
         """A writer finds the stream full: read replies, or two full streams wait for each other."""
@@ -173,14 +200,21 @@ class Outgoing:
         if not reads:
             self.link.stream.wait_writable(0.05)
             return
+        broken = False
         try:
             poll = select.poll()
             poll.register(self.link.stream.fileno(), select.POLLIN | select.POLLOUT)
             events = poll.poll(100)
             if self.link.has_frame() or any(event & ~select.POLLOUT for _, event in events):
-                self._receive(self.link)
+                self._take_one(self.link)
+        except LinkBroken:
+            # To mend a link is to wait for its writer, and that is this thread.
+            broken = True
         finally:
-            self._give_up_reading()
+            # Nor may the code of users run here: what it sends would wait for this thread.
+            self.agent.complete_elsewhere(self._pass_on_reading())
+        if broken:
+            self.agent.threads.run(self._read_for_others)
 
     # What the watch notices.
 
@@ -207,7 +241,7 @@ class Outgoing:
             self.agent.threads.run(self._read_for_others)
 
     def _read_for_others(self) -> None:
-        """Read replies for which nobody waits, as long as any is in flight."""
+        """Read replies for which nobody waits, as long as they come."""
         worker = self.member.info.id
         while True:
             with self._roles:
@@ -215,6 +249,7 @@ class Outgoing:
                     return
                 self._reading = True
             self._disarm()
+            frame = None
             try:
                 while not self.gone:
                     frame = self._receive(self.link)
@@ -222,7 +257,7 @@ class Outgoing:
                         break
             finally:
                 self._give_up_reading()
-            if not self.agent.node.calls.in_flight(worker):
+            if frame is None or not self.agent.node.calls.in_flight(worker):
                 return
 
     # Sending.
@@ -231,7 +266,10 @@ class Outgoing:
         worker = self.member.info.id
         in_flight = self.agent.node.calls.in_flight(worker)
         if in_flight > MAX_CALLS_IN_FLIGHT and not self.agent.serving():
-            self._await_room(worker)
+            self._await_room(pending)
+            if pending.done:
+                pending.complete()
+                return
         # The callee has plenty to do: let calls for which nobody waits yet leave together.
         later = in_flight > BACKLOG and bool(pending.completion)
         self.link.send(
@@ -248,18 +286,37 @@ class Outgoing:
         if not self._reading:
             self.arm()
 
-    def _await_room(self, worker: int) -> None:
-        """Back-pressure: wait for the oldest call while too many are in flight.
+    def _await_room(self, pending: Pending) -> None:
+        """Back-pressure: while too many calls are in flight, wait until enough of them have ended.
 
-        Threads that serve a request are let through: were they held up, nested calls could wait
-        for each other.
+        Any of them may end first, and the oldest may wait for a later one. Threads that serve a
+        request are let through: were they held up, nested calls could wait for each other.
         """
-        calls = self.agent.node.calls
-        while calls.in_flight(worker) > MAX_CALLS_IN_FLIGHT:
-            oldest = calls.oldest(worker)
-            if oldest is None or self.gone:
+        node = self.agent.node
+        self.link.flush()
+        while node.calls.in_flight(self.member.info.id) > MAX_CALLS_IN_FLIGHT and not self.gone:
+            if pending.deadline <= node.runtime.now():
+                node.calls.expire_one(pending)
+            if pending.done:
                 return
-            self.wait(oldest)
+            if not self._read_some():
+                time.sleep(PAUSE_FOR_ROOM)
+
+    def _read_some(self) -> bool:
+        """Read what has come, if nobody else reads."""
+        with self._roles:
+            if self._reading:
+                return False
+            self._reading = True
+        try:
+            if self._armed:
+                self._disarm()
+            self._receive(self.link)
+            while self.link.has_frame():
+                self._receive(self.link)
+        finally:
+            self._give_up_reading()
+        return True
 
     # Breaking and ending.
 

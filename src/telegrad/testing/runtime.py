@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from telegrad.rpc.runtime import Condition
@@ -22,7 +21,7 @@ class SimulatedCondition:
         self._scheduler = scheduler
         self._owner: Activity | None = None
         self._depth = 0
-        self._entering: deque[Activity] = deque()
+        self._entering: list[Activity] = []
         self._waiting: list[Activity] = []
 
     def __enter__(self) -> object:
@@ -72,8 +71,9 @@ class SimulatedCondition:
 
     def _release(self) -> None:
         self._owner = None
-        if self._entering:
-            self._scheduler.wake(self._entering.popleft())
+        entering, self._entering = self._entering, []
+        for activity in entering:
+            self._scheduler.wake(activity)
 
 
 def _something_to_change() -> str:

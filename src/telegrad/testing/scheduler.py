@@ -77,6 +77,7 @@ class Activity:
         "let_go",
         "name",
         "started",
+        "stays",
         "thread",
         "turn",
         "waits_for",
@@ -95,6 +96,8 @@ class Activity:
         self.turn.acquire()
         self.waits_for: Callable[[], str] | None = None
         self.wakes: Timer | None = None
+        self.stays = False
+        """Whether it is there for as long as its worker is, and not a piece of work."""
         self.let_go: Callable[[], object] | None = None
         """What to do before it waits: a request that waits lets the next one begin."""
 
@@ -229,7 +232,7 @@ class Scheduler:
         if me is None or me is not self.running:
             raise RuntimeError(
                 "A thread that is not one of the simulation's waits in it. Threads that user code "
-                "starts cannot take part: use rpc_async, or telegrad.testing.spawn."
+                "starts cannot take part: use rpc_async to this worker instead."
             )
         if self.ending or me.worker.dead:
             raise Killed

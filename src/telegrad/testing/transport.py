@@ -63,7 +63,7 @@ class SimulatedTransport:
         self._burying = False
         self.on_lose: Callable[[int], None] = lambda worker: None
         """Told when this worker is done with another one."""
-        network.ports[self._id] = Port(node.info, self._received, self._accepts_from)
+        network.ports[self._id] = Port(node.info, self._received, self.accepts_from)
 
     # Sending.
 
@@ -144,7 +144,7 @@ class SimulatedTransport:
 
     # Receiving.
 
-    def _accepts_from(self, worker: int) -> bool:
+    def accepts_from(self, worker: int) -> bool:
         return worker not in self._ended
 
     def _received(self, end: End, frame: Frame, label: str) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from telegrad.wire.arena import Arena, ArenaView
+from telegrad.wire.arena import Arena, ArenaError, ArenaView
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import (
     HEADER,
@@ -455,7 +455,10 @@ class Link:
     def _shared(self, offset: int, size: int) -> ByteBuffer:
         if self._view is None:
             raise CodecError("a frame refers to shared memory that this link does not have")
-        return self._view.array(offset, size)
+        try:
+            return self._view.array(offset, size)
+        except ArenaError as error:
+            raise CodecError(f"a frame refers to shared memory wrongly: {error}") from None
 
     def _release(self, offsets: tuple[int, ...]) -> None:
         if self._arena is None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from telegrad.compat import stock
+from telegrad.rpc.calls import describe_target
 from telegrad.rpc.functions import is_async_execution
 from telegrad.rpc.node import Passage, current_node
 from telegrad.wire.codec import CodecError, Trust, extend
@@ -43,9 +44,8 @@ class Udf:
             _report(error)
             raise
 
-    @property
-    def __qualname__(self) -> str:  # type: ignore[override]
-        return str(getattr(self.function, "__qualname__", repr(self.function)))
+    def __repr__(self) -> str:
+        return describe_target(self.function)
 
     @property
     def _telegrad_async_execution(self) -> bool:

@@ -31,9 +31,6 @@ def seconds(timeout: float) -> float | None:
 class RRef(NativeRRef[T]):
     """A reference to a value that lives on its owner."""
 
-    _creation_future: Future[Any] | None
-    _type_future: Future[Any] | None
-
     def __init__(self, value: T, type_hint: object = None) -> None:
         super().__init__(value)
 

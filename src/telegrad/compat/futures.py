@@ -1,0 +1,36 @@
+"""`torch.futures.wait_all` as C++ futures have it: the first error ends the wait."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch.futures import Future
+
+
+def wait_all(futures: list[Future[Any]]) -> list[Any]:
+    """The values of all futures; the error of the first that fails, as soon as it does."""
+    waiting = len(futures)
+    failed: Future[Any] | None = None
+    changed = threading.Condition()
+
+    def settled(future: Future[Any]) -> None:
+        nonlocal waiting, failed
+        try:
+            future.value()
+        except BaseException:
+            failure: Future[Any] | None = future
+        else:
+            failure = None
+        with changed:
+            waiting -= 1
+            failed = failed or failure
+            changed.notify()
+
+    for future in futures:
+        future.add_done_callback(settled)
+    with changed:
+        changed.wait_for(lambda: waiting == 0 or failed is not None)
+    if failed is not None:
+        failed.wait()
+    return [future.wait() for future in futures]

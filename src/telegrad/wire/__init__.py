@@ -1,0 +1,1 @@
+"""Carry bytes between two processes: frames, codec, handshake, links."""

@@ -1,0 +1,140 @@
+"""Contexts of one worker: ids, threads, and the memory of what is gone."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from telegrad.autograd.container import Census, Container
+from telegrad.autograd.errors import AutogradError, UnknownContext
+
+
+def test_an_id_has_its_worker_in_the_upper_16_bits_and_a_counter_below() -> None:
+    container = Container(7)
+    first, second = container.new().id, container.new().id
+    assert first == (7 << 48) + 1
+    assert second == (7 << 48) + 2
+
+
+@pytest.mark.parametrize("worker", [-1, 65536])
+def test_a_worker_id_that_does_not_fit_is_refused(worker: int) -> None:
+    with pytest.raises(AutogradError, match=r"0\.\.65535"):
+        Container(worker)
+
+
+def test_the_largest_worker_id_is_fine() -> None:
+    assert Container(65535).new().origin == 65535
+
+
+def test_running_out_of_ids_is_an_error() -> None:
+    container = Container(3, first=(1 << 48) - 1)
+    assert container.new().id == container.max_id == (3 << 48) + (1 << 48) - 1
+    with pytest.raises(AutogradError, match="has issued all"):
+        container.new()
+
+
+def test_an_unknown_context_is_named() -> None:
+    with pytest.raises(UnknownContext, match="Could not find autograd context with id: 42"):
+        Container(0).get(42)
+
+
+def test_a_context_of_another_worker_appears_when_a_message_carries_it() -> None:
+    container = Container(1)
+    context = container.join(5, sender=4)
+    assert context is not None
+    assert container.get(5) is context
+    assert context.known_workers == {4}
+
+
+def test_a_late_message_does_not_bring_back_a_released_context() -> None:
+    origin, other = Container(0), Container(1)
+    context = origin.new()
+    other.join(context.id, sender=0)
+    released = origin.release_own(context.id)
+    assert released is not None
+    assert [gone.id for gone in other.learn(released[1])] == [context.id]
+    assert other.join(context.id, sender=0) is None
+    assert origin.join(context.id, sender=1) is None
+    assert len(origin) == len(other) == 0
+
+
+def test_a_release_that_overtakes_the_first_message_is_remembered() -> None:
+    origin, other = Container(0), Container(1)
+    context = origin.new()
+    released = origin.release_own(context.id)
+    assert released is not None
+    other.learn(released[1])
+    assert other.join(context.id, sender=0) is None
+
+
+def test_a_live_context_survives_the_release_of_younger_ones() -> None:
+    origin, other = Container(0), Container(1)
+    old = origin.new()
+    other.join(old.id, sender=0)
+    for _ in range(100):
+        released = origin.release_own(origin.new().id)
+        assert released is not None
+        assert other.learn(released[1]) == []
+    assert other.find(old.id) is not None
+
+
+def test_the_memory_of_released_contexts_does_not_grow() -> None:
+    origin, other = Container(0), Container(1)
+    origin.new()
+    for _ in range(1000):
+        released = origin.release_own(origin.new().id)
+        assert released is not None
+        other.learn(released[1])
+    assert list(other._census) == [0]
+    assert len(other._census[0].live) == 1
+
+
+def test_an_old_census_does_not_undo_a_newer_one() -> None:
+    other = Container(1)
+    other.learn(Census(0, 2, newest=5, live=frozenset()))
+    other.learn(Census(0, 1, newest=4, live=frozenset({3})))
+    assert other.join(3, sender=0) is None
+
+
+def test_a_census_heals_a_worker_that_missed_a_release() -> None:
+    other = Container(1)
+    missed = other.join(3, sender=0)
+    assert missed is not None
+    assert other.learn(Census(0, 9, newest=20, live=frozenset({15}))) == [missed]
+
+
+def test_contexts_of_a_lost_worker_end_and_do_not_come_back() -> None:
+    container = Container(1)
+    context = container.join(2 << 48 | 1, sender=2)
+    assert container.lose(2) == [context]
+    assert container.join(2 << 48 | 1, sender=3) is None
+
+
+def test_a_worker_that_comes_back_may_make_contexts_again() -> None:
+    container = Container(1)
+    container.learn(Census(2, 5, newest=2 << 48 | 100, live=frozenset()))
+    container.lose(2)
+    assert container.join(2 << 48 | 1, sender=2) is not None
+
+
+def test_many_threads_make_and_release_at_once() -> None:
+    container = Container(0)
+    ids: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def work() -> None:
+        barrier.wait()
+        for _ in range(200):
+            context = container.new()
+            ids.append(context.id)
+            assert container.get(context.id) is context
+            assert container.release_own(context.id) is not None
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(ids)) == 1600
+    assert len(container) == 0

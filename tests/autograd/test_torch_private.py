@@ -1,0 +1,113 @@
+"""What telegrad relies upon in torch without torch promising it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo import compiled_autograd
+from torch.autograd.graph import GradientEdge
+
+from telegrad.autograd import torch_private
+
+
+def test_the_highest_sequence_number_runs_first() -> None:
+    torch_private.self_test()
+
+
+def test_a_torch_that_ignores_sequence_numbers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_private, "set_sequence_number", lambda node, number: None)
+    with pytest.raises(ImportError, match="highest sequence number first"):
+        torch_private.self_test()
+
+
+def test_a_node_tells_shape_and_dtype_of_each_gradient() -> None:
+    x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    first, second = x.split(1)
+    assert first.grad_fn is second.grad_fn
+    assert torch_private.expected_gradient(second.grad_fn, 1) == (
+        torch.Size([1, 3]),
+        torch.float64,
+    )
+
+
+def test_hooks_of_leaves_are_seen() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not torch_private.tensor_hooks(x)
+    assert not torch_private.post_accumulate_hooks(x)
+    x.register_hook(lambda g: None)
+    x.register_post_accumulate_grad_hook(lambda leaf: None)
+    assert torch_private.tensor_hooks(x)
+    assert torch_private.post_accumulate_hooks(x)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_hooks_on_an_accumulator_are_seen_until_they_are_removed(kind: str) -> None:
+    x = torch.ones(2, requires_grad=True)
+    doubled = x * 2
+    accumulator = doubled.grad_fn.next_functions[0][0]
+    assert not torch_private.accumulator_hooks(accumulator)
+    handle = getattr(accumulator, kind)(lambda *_: None)
+    assert torch_private.node_hooks.ever
+    assert torch_private.accumulator_hooks(accumulator)
+    handle.remove()
+    assert not torch_private.accumulator_hooks(accumulator)
+
+
+def test_compiled_autograd_and_threads_are_as_before_after_the_eager_engine() -> None:
+    assert torch._C._is_multithreading_enabled()
+    with compiled_autograd._enable(lambda graph: pytest.fail("compiled")):
+        with torch_private.eager_engine():
+            assert not torch._C._is_multithreading_enabled()
+            x = torch.ones(2, requires_grad=True)
+            torch.autograd.grad((x * 2).sum(), x)
+        before, dynamic = torch._C._dynamo.compiled_autograd.set_autograd_compiler(None, False)
+        assert before is not None
+        torch._C._dynamo.compiled_autograd.set_autograd_compiler(before, dynamic)
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_dropping_queued_tasks_frees_the_graph_of_a_failed_call() -> None:
+    import gc
+    import weakref
+
+    class Big:
+        pass
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, big):
+            ctx.big = big
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            return g, None
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ValueError("on purpose")
+
+    gc.collect()
+    gc.disable()
+    try:
+        big = Big()
+        alive = weakref.ref(big)
+        x = torch.ones(2, requires_grad=True)
+        kept = Keeps.apply(x, big)
+        failing = Fails.apply(x)
+        torch_private.set_sequence_number(failing.grad_fn, torch_private.FIRST)
+        edges = [GradientEdge(kept.grad_fn, 0), GradientEdge(failing.grad_fn, 0)]
+        with pytest.raises(ValueError, match="on purpose"), torch_private.eager_engine():
+            torch.autograd.grad(edges, x, [torch.ones(2), torch.ones(2)])
+        del big, kept, failing, edges
+        torch_private.drop_queued_tasks()
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -24,7 +24,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -134,29 +134,20 @@ def make_recv(message: int, index: int, peer: int, tensor: Tensor) -> Tensor:
     return received
 
 
-class Note:
+_NOTE_HEAD = struct.Struct("<QQHH")
+
+
+class Note(NamedTuple):
     """The bytes that travel beside the tensors of a message."""
 
-    _HEAD = struct.Struct("<QQHH")
-
-    __slots__ = ("begun", "context", "indices", "message", "recording")
-
-    def __init__(
-        self,
-        context: int,
-        message: int = 0,
-        indices: Sequence[int] = (),
-        begun: Sequence[int] = (),
-        recording: bool = True,
-    ) -> None:
-        self.context = context
-        self.message = message
-        self.indices = indices
-        self.begun = begun
-        self.recording = recording
+    context: int
+    message: int = 0
+    indices: tuple[int, ...] = ()
+    begun: tuple[int, ...] = ()
+    recording: bool = True
 
     def pack(self) -> bytes:
-        head = self._HEAD.pack(self.context, self.message, len(self.begun), self.recording)
+        head = _NOTE_HEAD.pack(self.context, self.message, len(self.begun), self.recording)
         if not self.message:
             return head
         begun, indices = self.begun, self.indices
@@ -165,9 +156,9 @@ class Note:
     @classmethod
     def unpack(cls, data: bytes) -> Note:
         try:
-            context, message, begun_count, recording = cls._HEAD.unpack_from(data)
-            rest = len(data) - cls._HEAD.size - 8 * begun_count
-            numbers = struct.unpack_from(f"<{begun_count}Q{rest // 4}I", data, cls._HEAD.size)
+            context, message, begun_count, recording = _NOTE_HEAD.unpack_from(data)
+            rest = len(data) - _NOTE_HEAD.size - 8 * begun_count
+            numbers = struct.unpack_from(f"<{begun_count}Q{rest // 4}I", data, _NOTE_HEAD.size)
         except struct.error as error:
             raise AutogradError(
                 f"An autograd note of {len(data)} bytes cannot be read: {error}."
@@ -204,7 +195,7 @@ class AutogradCrossing:
             return b""
         if not scope.recording:
             return Note(context.id, recording=False).pack()
-        indices = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        indices = tuple([i for i, tensor in enumerate(tensors) if tensor.requires_grad])
         if not indices:
             return Note(context.id).pack()
         message = service_of(node).next_message()

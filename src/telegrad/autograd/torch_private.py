@@ -140,7 +140,7 @@ class eager_engine:
 
 def drop_queued_tasks() -> None:
     """Let go of what a failed engine call left in this thread's queue (it holds the graph)."""
-    with torch.enable_grad():
+    with torch.enable_grad(), eager_engine():
         leaf = torch.zeros((), requires_grad=True)
         torch.autograd.grad(leaf * 1, leaf)
 
@@ -151,7 +151,8 @@ def self_test() -> None:
     with torch.enable_grad():
         leaf = torch.zeros(3, requires_grad=True)
         first, second = leaf * 2, leaf.sum()
-    for name, output in (("low", first), ("high", second)):
+    # By itself the node that was made later runs first, so the numbers must turn that round.
+    for name, output in (("high", first), ("low", second)):
         assert output.grad_fn is not None
         set_sequence_number(output.grad_fn, 1 if name == "low" else FIRST)
         output.grad_fn.register_prehook(OwnHook(lambda _, name=name: order.append(name)))

@@ -19,6 +19,7 @@ its worker, and keeps the last lines: they tell why a worker ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import pickle
@@ -111,6 +112,7 @@ class ForkServer:
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
         self._children: dict[int, _Child] = {}
+        self._end_wanted = False
         self._sent: signal.Signals | None = None  # to every worker
         self._selector = selectors.DefaultSelector()
 
@@ -137,36 +139,40 @@ class ForkServer:
         self._selector.close()
 
     def serve(self) -> None:
-        wakeup = self._watch_for_exits()
-        self._selector.register(self._channel, selectors.EVENT_READ)
+        self._watch_for_exits()
+        self._selector.register(self._channel, selectors.EVENT_READ, self._hear_caller)
         for child in self._children.values():
-            self._selector.register(child.stderr, selectors.EVENT_READ, child)
-        self._reap()  # of those that ended before the watch began
-        while self._children:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._channel:
-                    if self._caller_wants_end():
-                        return self._end_workers()
-                elif key.fileobj == wakeup:
-                    os.read(wakeup, 4096)
-                    self._reap()
-                elif key.data is not None and key.data.pid in self._children:
-                    self._forward(key.data)
-        return None
+            forward = functools.partial(self._forward, child)
+            self._selector.register(child.stderr, selectors.EVENT_READ, forward)
+        self._reap()  # those that ended before the watch began
+        while self._children and not self._end_wanted:
+            self._turn(None)
+        self._selector.unregister(self._channel)
+        self._end_workers()
 
-    def _watch_for_exits(self) -> int:
+    def _turn(self, timeout: float | None) -> None:
+        for key, _ in self._selector.select(timeout):
+            # What came before in the same turn may have closed it.
+            if key.fd in self._selector.get_map():
+                key.data()
+
+    def _watch_for_exits(self) -> None:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        self._selector.register(reading, selectors.EVENT_READ)
-        return reading
 
-    def _caller_wants_end(self) -> bool:
+        def some_ended() -> None:
+            os.read(reading, 4096)
+            self._reap()
+
+        self._selector.register(reading, selectors.EVENT_READ, some_ended)
+
+    def _hear_caller(self) -> None:
         try:
-            return isinstance(self._channel.recv(), EndWorkers)
+            self._end_wanted = isinstance(self._channel.recv(), EndWorkers)
         except (EOFError, OSError):
-            return True
+            self._end_wanted = True
 
     def _reap(self) -> None:
         for child in list(self._children.values()):
@@ -217,8 +223,7 @@ class ForkServer:
         deadline = time.monotonic() + _TERM_SECONDS
         self._signal_all(signal.SIGTERM)
         while self._children and (left := deadline - time.monotonic()) > 0:
-            self._selector.select(left)
-            self._reap()
+            self._turn(left)
         self._signal_all(signal.SIGKILL)
         for child in list(self._children.values()):
             _, status = os.waitpid(child.pid, 0)

@@ -24,6 +24,7 @@ from telegrad.rpc.node import Node, Reply, report_background_error
 from telegrad.rpc.outgoing import Outgoing
 from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
+from telegrad.rpc.vitals import Vital
 from telegrad.rpc.watch import Watch
 from telegrad.wire.address import Unreachable
 from telegrad.wire.codec import Packed
@@ -46,12 +47,14 @@ class Agent:
         self.slow_functions = SlowFunctions()
         self._meeting = meeting
         self._liveness = liveness
+        self._pulse = min(0.5, liveness / 10)
         self.silence = threading.Condition()
         self._lock = threading.Lock()
         self._outgoing: dict[int, Outgoing | Loopback] = {}
         self._incoming: dict[int, Incoming] = {}
         self._connecting: dict[int, threading.Lock] = {}
         self._ended: set[int] = set()
+        self._stopped_since: dict[int, float] = {}
         self._greetings = 0
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
@@ -60,6 +63,7 @@ class Agent:
 
     def start(self) -> None:
         self.watch.start()
+        self.watch.call_later(self._pulse, self._feel_pulses)
         for listener in self._meeting.listeners:
             listener.setblocking(False)
             self.watch.register(listener.fileno(), partial(self._accept, listener), READABLE_ALWAYS)
@@ -261,6 +265,27 @@ class Agent:
             incoming.end()
         else:
             incoming.start()
+
+    # Silence.
+
+    def _feel_pulses(self) -> None:
+        """Look whether the processes that we are linked with are there and run.
+
+        A killed one breaks its links and is noticed by that; a stopped one keeps them.
+        """
+        if self._closed:
+            return
+        now = self.node.runtime.now()
+        for worker in {*self._outgoing, *self._incoming} - {self.node.info.id}:
+            process = self.node.members.member(worker).process
+            vital = Vital.UNKNOWN if process is None else process.vital()
+            if vital is Vital.DEAD:
+                self.lose(worker, "its process has ended")
+            elif vital is not Vital.STOPPED:
+                self._stopped_since.pop(worker, None)
+            elif now - self._stopped_since.setdefault(worker, now) >= self._liveness - self._pulse:
+                self.lose(worker, f"its process has been stopped for {self._liveness:g} s")
+        self.watch.call_later(self._pulse, self._feel_pulses)
 
     # Breaks.
 

@@ -7,6 +7,10 @@ If all that were made are finished, none is open, and the sums are those of the 
 no message was on its way between the two rounds and nothing can start any more (the counting
 argument of Mattern). A function that never returns cannot hold the job up: when no call is open
 any more and only such functions run, their callers have given up, and after a while so do we.
+
+Workers may be lost meanwhile, the one that they meet at included. The others then meet at the next,
+from round 0 on. It may be that the rest has left in good order and only this worker was not told:
+so it calls the roll, and does not wait for those who do not answer.
 """
 
 from __future__ import annotations
@@ -18,18 +22,20 @@ from telegrad.rpc.errors import CallTimeout, WorkerLost
 from telegrad.rpc.results import Finish, Later
 
 if TYPE_CHECKING:
+    from telegrad.rpc.calls import Pending
     from telegrad.rpc.node import Node
 
 CLOSING = "closing"
 PATIENCE_WITH_ABANDONED = 2.0
 BETWEEN_ROUNDS = 0.002
 LONGEST_PAUSE = 0.1
+ROLL_CALL = -1
 
 
 @dataclass
 class _Round:
     counts: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    waiting: list[Finish] = field(default_factory=list)
+    waiting: dict[int, Finish] = field(default_factory=dict)
 
 
 class Closing:
@@ -49,17 +55,20 @@ class Closing:
         """Return when every worker is ready to leave. `timeout` 0 means to wait for ever."""
         node = self._node
         until = node.runtime.now() + timeout if timeout > 0 else None
-        number = 0
+        leader, number = -1, 0
         pause = BETWEEN_ROUNDS
         while True:
-            leader = min(m.info.id for m in node.members.members() if not node.is_lost(m.info.id))
-            counts = (node.calls_made, node.calls_finished, node.calls.total())
+            lowest = min(m.info.id for m in node.members.members() if not node.is_lost(m.info.id))
+            if lowest != leader:
+                leader, number = lowest, 0
+            counts = (node.calls_made(), node.calls_finished(), node.calls.total())
             try:
                 remaining = 0.0 if until is None else max(until - node.runtime.now(), 0.001)
                 over = node.request(
                     node.members.find(leader), CLOSING, number, *counts, timeout=remaining
                 )
             except WorkerLost:
+                self._call_the_roll()
                 continue
             except CallTimeout:
                 raise CallTimeout(
@@ -73,12 +82,22 @@ class Closing:
                 self._changed.wait(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
 
+    def _call_the_roll(self) -> None:
+        """Find out who has left: a call to such a worker fails at once, and it counts as lost."""
+        node = self._node
+        for member in node.members.members():
+            if member.info != node.info and not node.is_lost(member.info.id):
+                node.call(member.info, CLOSING, (ROLL_CALL, 0, 0, 0), None, 0, _nothing)
+
     def _join(self, sender: int, number: int, made: int, finished: int, open_: int) -> Later:
         def subscribe(finish: Finish) -> None:
+            if number == ROLL_CALL:
+                finish(False, None)
+                return
             with self._changed:
                 this = self._rounds.setdefault(number, _Round())
                 this.counts[sender] = (made, finished, open_)
-                this.waiting.append(finish)
+                this.waiting[sender] = finish
             self._reconsider()
 
         return Later(subscribe)
@@ -91,7 +110,10 @@ class Closing:
             for number, this in list(self._rounds.items()):
                 if live <= this.counts.keys():
                     over = self._judge(this)
-                    answers += [(finish, over) for finish in this.waiting]
+                    # This worker leaves when it has its answer, so it gets it after all others.
+                    mine = this.waiting.pop(node.info.id, None)
+                    answers += [(finish, over) for finish in this.waiting.values()]
+                    answers += [(mine, over)] if mine is not None else []
                     del self._rounds[number]
         for finish, over in answers:
             finish(over, None)
@@ -111,3 +133,7 @@ class Closing:
         if self._abandoned_since is None:
             self._abandoned_since = now
         return now - self._abandoned_since > PATIENCE_WITH_ABANDONED
+
+
+def _nothing(pending: Pending) -> None:
+    """Whether the worker is there is noticed by the transport."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from telegrad.rpc.errors import UnknownWorker
+from telegrad.rpc.vitals import Process
 from telegrad.rpc.worker import WorkerInfo
 
 
@@ -21,7 +22,7 @@ class Member:
     incarnation: int
     addresses: tuple[str, ...] = ()
     host: str = ""
-    pid: int = 0
+    process: Process | None = None
 
 
 class Members:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,18 +42,22 @@ from telegrad.wire.frames import Frame, Kind
 DEFAULT_TIMEOUT = 60.0
 
 
-class Counter:
-    """A number that many threads count up."""
+class Tally:
+    """Numbers, one per worker, that many threads count up."""
 
-    __slots__ = ("_lock", "value")
+    __slots__ = ("_counts", "_lock")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.value = 0
+        self._counts: dict[int, int] = {}
 
-    def add(self) -> None:
+    def add(self, worker: int, count: int = 1) -> None:
         with self._lock:
-            self.value += 1
+            self._counts[worker] = self._counts.get(worker, 0) + count
+
+    def total(self, without: Container[int]) -> int:
+        with self._lock:
+            return sum(count for worker, count in self._counts.items() if worker not in without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +139,8 @@ class Node:
         self._lost_callbacks: list[Callable[[int, str], object]] = []
         self._lost: dict[int, str] = {}
         self.coroutines = Coroutines()
-        self._made = Counter()
-        self._finished = Counter()
+        self._made = Tally()
+        self._finished = Tally()
         self.values = Values(self)
         for name, factory in _services.items():
             self.services[name] = factory(self)
@@ -166,7 +170,7 @@ class Node:
             to, target, self.timeout if timeout is None else timeout, self.runtime.now()
         )
         if target != CLOSING:
-            self._made.add()
+            self._made.add(worker)
         if on_settled is not None:
             pending.completion.append(lambda: on_settled(pending))
         if worker in self._lost:
@@ -224,15 +228,17 @@ class Node:
     def on_lost(self, callback: Callable[[int, str], object]) -> None:
         self._lost_callbacks.append(callback)
 
-    @property
     def calls_made(self) -> int:
-        """Calls that this worker began, but for those that end the job."""
-        return self._made.value
+        """Calls that this worker began to workers that are not lost, but for those of closing."""
+        return self._made.total(without=self._lost)
 
-    @property
     def calls_finished(self) -> int:
-        """Calls of others (and its own to itself) that this worker has run to their end."""
-        return self._finished.value
+        """Calls of workers that are not lost, its own included, that this one ran to their end."""
+        return self._finished.total(without=self._lost)
+
+    def never_left(self, pending: Pending) -> None:
+        """A call was settled before the transport sent it: nobody will finish it."""
+        self._made.add(pending.callee.id, -1)
 
     def lost_workers(self) -> dict[int, str]:
         """The workers that are gone, each with the reason."""
@@ -249,7 +255,7 @@ class Node:
             request, scope = self._open(sender, frame)
             target, args, kwargs = request
         except BaseException as error:
-            self._finished.add()
+            self._finished.add(sender)
             return self._failure(error)
         if scope is None:
             return self._run(sender, frame.call_id, target, args, kwargs, None)
@@ -272,7 +278,7 @@ class Node:
             reply = self._success(sender, result, scope)
         except BaseException as error:
             reply = self._failure(error)
-        self._finished.add()
+        self._finished.add(sender)
         return reply
 
     def _reply_later(
@@ -287,7 +293,7 @@ class Node:
             else:
                 reply = self._failure(error)
             if target != CLOSING:
-                self._finished.add()
+                self._finished.add(to)
             self.transport.reply(to, call_id, reply)
 
         later.subscribe(finish)

@@ -268,6 +268,7 @@ class Outgoing:
         if in_flight > MAX_CALLS_IN_FLIGHT and not self.agent.serving():
             self._await_room(pending)
             if pending.done:
+                self.agent.node.never_left(pending)
                 pending.complete()
                 return
         # The callee has plenty to do: let calls for which nobody waits yet leave together.

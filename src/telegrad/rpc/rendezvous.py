@@ -18,6 +18,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from telegrad.rpc.errors import RendezvousError
 from telegrad.rpc.meeting import Meeting
 from telegrad.rpc.members import Member, Members
+from telegrad.rpc.vitals import Process
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.address import TcpAddress, UnixAddress, host_id, job_directory
 from telegrad.wire.keys import JobKey, key_from_environment, new_key
@@ -162,7 +164,7 @@ class Rendezvous:
             self.incarnation,
             tuple(str(address) for address in meeting.addresses),
             meeting.host,
-            os.getpid(),
+            Process.own(),
         )
         rank = self.info.id
         if not self._claim(f"rank {rank}", str(self.incarnation)):
@@ -251,7 +253,7 @@ def _as_data(member: Member) -> dict[str, Any]:
         "incarnation": member.incarnation,
         "addresses": list(member.addresses),
         "host": member.host,
-        "pid": member.pid,
+        "process": None if member.process is None else asdict(member.process),
     }
 
 
@@ -261,7 +263,7 @@ def _from_data(data: dict[str, Any]) -> Member:
         data["incarnation"],
         tuple(data["addresses"]),
         data["host"],
-        data["pid"],
+        Process(**data["process"]),
     )
 
 

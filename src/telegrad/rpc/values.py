@@ -169,6 +169,11 @@ class Values:
                     self._lost.pop(handle, None)
         self._act()
 
+    def holds(self) -> int:
+        """How many references to values of others have an object here."""
+        with self._changed:
+            return len(self._core.held())
+
     def release_all(self) -> None:
         """Drop every reference that this worker holds, whoever still has an object of it."""
         with self._changed:

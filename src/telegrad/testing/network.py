@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.testing.faults import Faults
 from telegrad.testing.scheduler import Activity, Scheduler
+from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.session import Session
 
@@ -142,13 +143,13 @@ class End:
 
     # Leaving.
 
-    def send(
-        self, kind: Kind, call_id: int, note: bytes, meta: bytes, buffers: list[memoryview], label: str
-    ) -> None:
+    def send(self, kind: Kind, call_id: int, note: bytes, packed: Packed, label: str) -> None:
         number, acknowledges = self.session.stamp()
-        copies = tuple(bytes(buffer) for buffer in buffers)
-        packet = Packet(number, acknowledges, kind, call_id, note, bytes(meta), copies, label)
-        self.session.keep(number, packet, len(meta))
+        buffers = tuple(bytes(buffer) for buffer in packed.buffers)
+        packet = Packet(
+            number, acknowledges, kind, call_id, note, bytes(packed.meta), buffers, label
+        )
+        self.session.keep(number, packet, len(packet.meta))
         self._scheduler.record("sends", self.port.info.name, f"{label} -> {self._to.info.name}")
         self._transmit(packet)
         self._network.sent(self.port.info.name, label)

@@ -65,8 +65,8 @@ class SimulatedCondition:
     def _acquire(self, me: Activity) -> None:
         while self._owner is not None:
             self._entering.append(me)
-            owner = self._owner
-            self._scheduler.wait(lambda: f"a lock that {owner.name} holds")
+            holder = self._owner.name
+            self._scheduler.wait(lambda holder=holder: f"a lock that {holder} holds")
         self._owner = me
 
     def _release(self) -> None:

@@ -1,10 +1,10 @@
 """Threads that take turns: one seed, one interleaving.
 
-Everything that happens on a simulated worker is an *activity*: its main function, a request that it
-serves, work that it spawned, a timer that fired. Each runs on a thread of its own, because user code
-blocks where it likes, but only the one that has the *baton* runs. Whoever has to wait gives the
-baton back. There is no thread that schedules: the activity that gives the baton back makes the next
-decision itself, and hands over only if another one is to run.
+Everything that happens on a simulated worker is an *activity*: its main function, a request that
+it serves, work that it spawned, a timer that fired. Each runs on a thread of its own, because user
+code blocks where it likes, but only the one that has the *baton* runs. Whoever has to wait gives
+the baton back. There is no thread that schedules: the activity that gives the baton back makes the
+next decision itself, and hands over only if another one is to run.
 
 A decision is one draw from all that could happen next: an activity that can run, a packet that can
 arrive, a timer that is due. The clock is virtual. It stands still while anything can happen, and
@@ -67,7 +67,9 @@ class Place(Protocol):
     name: str
     weight: float
     dead: bool
-    node: Node
+
+    @property
+    def node(self) -> Node: ...
 
 
 class Activity:
@@ -299,19 +301,19 @@ class Scheduler:
 
     def _next(self) -> Activity | None:
         """Let things happen until an activity is to run. None: nothing is left alive."""
-        while True:
+        while not self.ending:
             try:
                 activity = self._decide()
             except BaseException as error:
                 self.fail(error)
                 continue
-            if activity is not None or self.ending:
+            if activity is not None:
                 return activity
+        return self._runnable.pop() if self._runnable else None
 
     def _decide(self) -> Activity | None:
+        """Let one thing happen; if that is an activity, it is the next to run."""
         runnable, ready = self._runnable, self._ready
-        if self.ending:
-            return runnable.pop() if runnable else None
         self.steps += 1
         if not runnable and not ready:
             if not self._advance_clock() and not self._quiet():

@@ -231,9 +231,8 @@ class _Job:
         for link in links:
             link.cut()
         if lasting is not None and lasting <= self.faults.liveness:
-            self.scheduler.at(
-                self.scheduler.now + lasting, lambda: [link.mend() for link in links]
-            )
+            for link in links:
+                self.scheduler.at(self.scheduler.now + lasting, link.mend)
             return
         for worker, lost in ((one, b), (other, a)):
             wait = self.faults.liveness + self._soon()

@@ -71,7 +71,7 @@ class SimulatedTransport:
         label = f"call {pending.call_id} {describe_target(pending.target)}"
         self._scheduler.check_alive()
         end = self._network.link(self._id, pending.callee.id).caller_end
-        end.send(Kind.CALL, pending.call_id, note, packed.meta, packed.buffers, label)
+        end.send(Kind.CALL, pending.call_id, note, packed, label)
         self._scheduler.at(
             pending.deadline, lambda: self._expire(pending), lambda: not pending.done
         )
@@ -81,7 +81,7 @@ class SimulatedTransport:
         label = f"post {self._node.topic}"
         self._scheduler.check_alive()
         end = self._network.link(self._id, to).caller_end
-        end.send(Kind.POST, 0, note, packed.meta, packed.buffers, label)
+        end.send(Kind.POST, 0, note, packed, label)
         self._scheduler.pause()
 
     def reply(self, to: int, call_id: int, reply: Reply) -> None:
@@ -91,7 +91,7 @@ class SimulatedTransport:
         end = self._network.link(to, self._id).callee_end
         label = f"{reply.kind.name.lower()} to call {call_id}"
         packed = reply.packed
-        end.send(reply.kind, call_id, reply.note, packed.meta, packed.buffers, label)
+        end.send(reply.kind, call_id, reply.note, packed, label)
         self._scheduler.pause()
 
     # Waiting.

@@ -20,8 +20,7 @@ from telegrad.compat.rpc.calls import Udf
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.compat.rpc.gather import AllGatherStates, Gatherings
 from telegrad.compat.rpc.internal import _internal_rpc_pickler
-from telegrad.compat.rpc.leaks import await_releases, describe_leaks
-from telegrad.compat.rpc.rref import PyRRef, RRef, _type_on_owner, make_remote, seconds
+from telegrad.compat.rpc.rref import RRef, _type_on_owner, make_remote, seconds
 from telegrad.compat.stock import PythonUDF
 from telegrad.rpc import api as native
 from telegrad.rpc.errors import NotInitialized
@@ -299,27 +298,27 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _close(timeout: float) -> str | None:
-    """Wait for the others and let go of what we hold. What somebody still holds here, in words."""
+    """Let go of what we hold and wait for the others. What is held in spite of that, in words."""
     agent = _get_current_rpc_agent()
     if agent.is_static_group:
         _wait_all_workers(timeout)
-        agent.join(timeout=timeout)
-        _delete_all_user_and_unforked_owner_rrefs()
-        agent.join(timeout=timeout)
-        if not _ignore_rref_leak:
-            return _find_leaks()
     else:
         agent.sync()
+    _delete_all_user_and_unforked_owner_rrefs()
+    leaks = None if _ignore_rref_leak else _describe_leaks()
+    if agent.is_static_group:
+        agent.join(timeout=timeout)
         _delete_all_user_and_unforked_owner_rrefs()
-    return None
+    return leaks
 
 
-def _find_leaks() -> str | None:
+def _describe_leaks() -> str | None:
     node = current_node()
-    await_releases(node)
-    agent = _get_current_rpc_agent()
-    agent.join()
-    return describe_leaks(node)
-
-
-_PyRRef = PyRRef
+    held = node.values.holds()
+    if not held:
+        return None
+    return (
+        f"Leaking RRef: worker {node.info.name!r} still holds {held} references to values of "
+        "others at shutdown. Drop them before, or leave "
+        "torch.distributed.rpc.api._ignore_rref_leak at True."
+    )

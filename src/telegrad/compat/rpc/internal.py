@@ -32,9 +32,18 @@ class _InternalRPCPickler(stock._InternalRPCPickler):  # type: ignore[misc]
         super()._register_reducer(obj_class, reducer)
         _teach_codec(obj_class, reducer)
 
+    def _tensor_reducer(self, tensor: Any) -> Any:
+        table = _thread_local_tensor_tables.send_tables
+        table.append(tensor)
+        return (_from_table, (len(table) - 1,))
+
     def _py_rref_reducer(self, py_rref: Any) -> Any:
         py_rref._check_can_fork()
         return self._tensor_reducer(py_rref)
+
+
+def _from_table(index: int) -> Any:
+    return _thread_local_tensor_tables.recv_tables[index]
 
 
 def _teach_codec(cls: type, reducer: Callable[[Any], Any]) -> None:

@@ -1,0 +1,67 @@
+"""Whether a process lives, as its kernel sees it.
+
+A heartbeat that a process sends itself says less than it seems: an interpreter that is busy in a
+long computation does not beat, though it is well. The kernel knows better. For a process on this
+host it tells at once whether it is there and whether it has been stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+_STATE, _STARTED = 0, 19
+
+
+class Vital(Enum):
+    """What the kernel says of a process."""
+
+    ALIVE = auto()
+    STOPPED = auto()
+    DEAD = auto()
+    UNKNOWN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process among all that ever were on one kernel: its number, its birth, its namespace."""
+
+    pid: int
+    born: int
+    namespace: str
+
+    @classmethod
+    def own(cls) -> Process:
+        fields = _read(os.getpid())
+        return cls(os.getpid(), int(fields[_STARTED]) if fields else 0, _namespace())
+
+    def vital(self) -> Vital:
+        """UNKNOWN for a process that this one cannot see."""
+        if not self.namespace or self.namespace != _namespace():
+            return Vital.UNKNOWN
+        fields = _read(self.pid)
+        if not fields or int(fields[_STARTED]) != self.born or fields[_STATE] in "ZXx":
+            return Vital.DEAD
+        return Vital.STOPPED if fields[_STATE] in "Tt" else Vital.ALIVE
+
+
+@functools.cache
+def _namespace() -> str:
+    """Which processes this one sees: those of one namespace of one boot of one kernel."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _read(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, which may hold any character."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []

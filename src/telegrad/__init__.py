@@ -2,8 +2,7 @@
 
 from telegrad import autograd, rpc
 from telegrad.launch.local import run
+from telegrad.version import __version__
 from telegrad.wire.codec import export
 
-__version__ = "0.1.0"
-
-__all__ = ["autograd", "export", "rpc", "run"]
+__all__ = ["__version__", "autograd", "export", "rpc", "run"]

@@ -135,3 +135,137 @@ class Account:
     @rpc.functions.async_execution
     def double_class_later(cls, to: str, amount: float) -> torch.futures.Future[float]:
         return rpc.rpc_async(to, cls.double, args=(amount,))
+
+
+class NeedsTwo(Exception):
+    """Its constructor takes two arguments and its `args` hold one."""
+
+    def __init__(self, code: int, where: str) -> None:
+        super().__init__(f"{code} at {where}")
+        self.code = code
+        self.where = where
+
+
+class HoldsLock(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("it holds a lock")
+        self.lock = threading.Lock()
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class BreaksWhenRebuilt(Exception):
+    def __reduce__(self) -> Any:
+        return (_refuse, ())
+
+
+def _refuse() -> None:
+    raise OSError("this error does not want to be rebuilt")
+
+
+def local_error() -> Exception:
+    class Local(Exception):
+        """Nobody can import it."""
+
+    return Local("made inside of a function")
+
+
+def raise_value_error(text: str) -> None:
+    raise ValueError(text)
+
+
+def raise_named(name: str) -> None:
+    makers: dict[str, Any] = {
+        "needs two": lambda: NeedsTwo(7, "gate"),
+        "holds lock": HoldsLock,
+        "unprintable": Unprintable,
+        "breaks": BreaksWhenRebuilt,
+        "local": local_error,
+        "interrupt": lambda: KeyboardInterrupt("stop"),
+        "exit": lambda: SystemExit(3),
+        "group": lambda: ExceptionGroup("two", [ValueError("a"), KeyError("b")]),
+        "surrogate": lambda: ValueError("bad text \ud800"),
+        "tensor": lambda: ValueError("with a tensor", torch.ones(100_000)),
+        "stop iteration": lambda: StopIteration(4),
+        "assertion": lambda: AssertionError("no"),
+        "os error": lambda: FileNotFoundError(2, "No such file", "/nowhere"),
+    }
+    raise makers[name]()
+
+
+def raise_with_cause() -> None:
+    try:
+        raise_value_error("the first")
+    except ValueError as error:
+        raise KeyError("the second") from error
+
+
+def raise_at(path: list[str]) -> None:
+    """Fail on the last worker of a path of nested calls."""
+    if len(path) > 1:
+        rpc.rpc_sync(path[1], raise_at, args=(path[1:],))
+    raise LookupError(f"on {path[0]}")
+
+
+def recurse_for_ever(n: int) -> int:
+    return recurse_for_ever(n + 1)
+
+
+def give_unsendable() -> Any:
+    return threading.Lock()
+
+
+async def add_as_coroutine(x: Any, y: Any) -> Any:
+    return x + y
+
+
+async def call_from_coroutine(to: str, x: Any) -> Any:
+    first = await rpc.rpc_async(to, torch.add, args=(x, 1))
+    second = await rpc.rpc_async(to, add_as_coroutine, args=(first, 1))
+    return second
+
+
+async def block_in_coroutine(to: str) -> str:
+    return str(rpc.rpc_sync(to, who_am_i))
+
+
+async def fail_in_coroutine() -> None:
+    raise LookupError("in a coroutine")
+
+
+async def wait_in_coroutine(begun: str, name: str) -> str:
+    import asyncio
+
+    set_event(begun)
+    while not event(name).is_set():
+        await asyncio.sleep(0.001)
+    return name
+
+
+@rpc.functions.async_execution
+def add_on_another(to: str, x: Any, y: Any) -> torch.futures.Future[Any]:
+    return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda future: future.wait() + 1)
+
+
+@rpc.functions.async_execution
+def future_that_fails(to: str) -> torch.futures.Future[Any]:
+    return rpc.rpc_async(to, raise_value_error, args=("from afar",))
+
+
+@rpc.functions.async_execution
+def no_future() -> int:
+    return 3
+
+
+@rpc.functions.async_execution
+def chain(path: list[str]) -> torch.futures.Future[Any]:
+    if not path:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(0)
+        return future
+    return rpc.rpc_async(path[0], chain, args=(path[1:],)).then(lambda f: f.wait() + 1)

@@ -259,25 +259,11 @@ def test_many_functions_that_hang_leave_room_for_others() -> None:
 # In which order.
 
 
-def test_calls_begin_in_the_order_in_which_they_were_made() -> None:
+def test_quick_calls_begin_in_the_order_in_which_they_were_made() -> None:
     rpc.rpc_sync("worker1", functions.take_recorded)
     futures = [rpc.rpc_async("worker1", functions.record, args=(n,)) for n in range(500)]
     torch.futures.wait_all(futures)
     assert rpc.rpc_sync("worker1", functions.take_recorded) == list(range(500))
-
-
-def test_functions_that_take_long_begin_in_order_too() -> None:
-    rpc.rpc_sync("worker1", functions.take_recorded)
-    futures = [rpc.rpc_async("worker1", functions.record_slowly, args=(n,)) for n in range(200)]
-    torch.futures.wait_all(futures)
-    assert rpc.rpc_sync("worker1", functions.take_recorded) == list(range(200))
-
-
-def test_calls_to_oneself_begin_in_order() -> None:
-    functions.take_recorded()
-    futures = [rpc.rpc_async("main", functions.record_slowly, args=(n,)) for n in range(100)]
-    torch.futures.wait_all(futures)
-    assert functions.take_recorded() == list(range(100))
 
 
 # How many.

@@ -33,7 +33,8 @@ def as_result(coroutines: Coroutines, target: object, result: Any) -> Any:
 
 
 def _from_future(target: object, future: Any) -> Later:
-    if not isinstance(future, torch.futures.Future):
+    # What `then` gives is a future of the C++ class only.
+    if not isinstance(future, torch._C.Future):
         raise RuntimeError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future "
             f"object, but {target!r} returned {type(future).__name__}. Return the future itself, "

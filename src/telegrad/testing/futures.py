@@ -22,12 +22,12 @@ def _wait(future: Any) -> Any:
     me = current_activity()
     if me is not None and not future.done() and _schedulers:
         scheduler = _schedulers[-1]
-        waiting = [me]
-        future.add_done_callback(lambda _: [scheduler.wake(each) for each in waiting])
+        waits = True
+        future.add_done_callback(lambda _: scheduler.wake(me) if waits else None)
         try:
             scheduler.wait(lambda: "a torch.futures.Future")
         finally:
-            waiting.clear()
+            waits = False
     return _wait_in_torch(future)
 
 

@@ -42,8 +42,8 @@ class Packet:
     def frame(self) -> Frame:
         """The frame as its receiver reads it: in memory of its own."""
         assert self.kind is not None
-        buffers: list[object] = [bytearray(buffer) for buffer in self.buffers]
-        return Frame(self.kind, self.call_id, self.note, self.meta, buffers)
+        buffers = [bytearray(buffer) for buffer in self.buffers]
+        return Frame(self.kind, self.call_id, self.note, self.meta, buffers)  # type: ignore[arg-type]
 
 
 class Port:

@@ -65,8 +65,7 @@ class SimulatedCondition:
     def _acquire(self, me: Activity) -> None:
         while self._owner is not None:
             self._entering.append(me)
-            holder = self._owner.name
-            self._scheduler.wait(lambda holder=holder: f"a lock that {holder} holds")
+            self._scheduler.wait(_held_by(self._owner))
         self._owner = me
 
     def _release(self) -> None:
@@ -78,6 +77,10 @@ class SimulatedCondition:
 
 def _something_to_change() -> str:
     return "a condition to change"
+
+
+def _held_by(owner: Activity) -> Callable[[], str]:
+    return lambda: f"a lock that {owner.name} holds"
 
 
 class SimulatedRuntime:

@@ -1,0 +1,6 @@
+"""Modules that live on other workers."""
+
+from telegrad.nn.lazy import Lazy
+from telegrad.nn.remote_module import RemoteModule
+
+__all__ = ["Lazy", "RemoteModule"]

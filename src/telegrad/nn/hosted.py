@@ -1,0 +1,115 @@
+"""The module itself, on the worker where it lives, and what its remote faces ask of it.
+
+Faces of one module may call it at the same time, as threads of one process may call one module:
+nothing here adds a lock to what torch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from telegrad.nn.ambient import Ambient
+from telegrad.nn.lazy import resolve
+from telegrad.rpc import RRef
+
+Conversions = Mapping[torch.dtype, tuple[torch.dtype, torch.device]]
+
+
+class HostedModule:
+    """A module and the device to which its inputs are brought."""
+
+    def __init__(self, module: nn.Module, device: str | None = None) -> None:
+        self.module = module
+        self.device = None if device is None else torch.device(device)
+
+    def forward(self, around: Ambient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self._on_device(resolve(args)), self._on_device(resolve(kwargs))
+        with around.restored():
+            return self.module(*args, **kwargs)
+
+    def _on_device(self, value: Any) -> Any:
+        if self.device is None:
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.to(self.device)
+        if type(value) in (list, tuple):
+            return type(value)(self._on_device(item) for item in value)
+        if type(value) is dict:
+            return {key: self._on_device(item) for key, item in value.items()}
+        return value
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return function(self.module, *args, **kwargs)
+
+    def named_parameters(self, recurse: bool) -> list[tuple[str, RRef[nn.Parameter]]]:
+        return [(name, RRef(p)) for name, p in self.module.named_parameters(recurse=recurse)]
+
+    def state_dict(self) -> dict[str, Any]:
+        with torch.no_grad():
+            return dict(self.module.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any], assign: bool) -> tuple[list[str], list[str]]:
+        found = self.module.load_state_dict(state, strict=False, assign=assign)
+        return list(found.missing_keys), list(found.unexpected_keys)
+
+    def train(self, mode: bool) -> None:
+        self.module.train(mode)
+
+    def to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As `nn.Module.to`; from now on inputs go to the device that it names, if any."""
+        device = nn.Linear(1, 1).to(*args, **kwargs).weight.device if args or kwargs else None
+        self.module.to(*args, **kwargs)
+        self.device = device if _names_device(args, kwargs) else self.device
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of all parameters and buffers."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return list(dict.fromkeys(tensor.dtype for tensor in tensors))
+
+    def convert(self, conversions: Conversions, moves: bool) -> None:
+        """Bring each tensor to the dtype (and device) that its dtype is mapped to."""
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            dtype, device = conversions[tensor.dtype]
+            tensor.data = tensor.data.to(device if moves else tensor.device, dtype)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.module.zero_grad(set_to_none)
+
+    def requires_grad_(self, requires_grad: bool) -> None:
+        self.module.requires_grad_(requires_grad)
+
+    def apply(self, function: Callable[[nn.Module], None]) -> None:
+        self.module.apply(function)
+
+
+def _names_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if "device" in kwargs or "tensor" in kwargs:
+        return True
+    return any(isinstance(arg, str | int | torch.device | torch.Tensor) for arg in args)
+
+
+def host(
+    module_class: Callable[..., nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str | None,
+    compile: bool,
+) -> RRef[HostedModule]:
+    """On the worker: make the module, and a reference to it."""
+    module = module_class(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{module_class!r} made a {type(module).__name__}: RemoteModule needs a class of "
+            "nn.Module, or a function that returns a module."
+        )
+    if device is not None:
+        module.to(device)
+    if compile:
+        module.compile()
+    return RRef(HostedModule(module, device))

@@ -1,0 +1,75 @@
+"""Results that stay where they were made.
+
+A `Lazy` stands for what a remote call will return. Given to another remote module, it is fetched by
+that module's worker from the worker that has it: the activation goes straight from one to the
+other, and so does its gradient in the backward pass. The caller sends and receives a few bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from telegrad import autograd
+from telegrad.nn.ambient import Ambient, ambient
+from telegrad.rpc import RRef, WorkerInfo, remote, rpc_sync
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Lazy(Generic[T]):
+    """A value on another worker, made or still in the making. It can be sent to any worker."""
+
+    rref: RRef[T]
+
+    @property
+    def owner(self) -> WorkerInfo:
+        return self.rref.owner()
+
+    def to_here(self, timeout: float | None = None) -> T:
+        """The value on this worker: waits for it, and raises what went wrong in its making."""
+        return self.rref.to_here(timeout)
+
+    def then(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy[Any]:
+        """`function(value, *args, **kwargs)`, run where the value is, and left there.
+
+        Lazy arguments are fetched by that worker. `loss = output.then(nn.functional.mse_loss, y)`
+        keeps the output of a model and its loss on the worker of its last layer.
+        """
+        call = (function, ambient(), (self, *args), kwargs)
+        return Lazy(remote(self.owner, run_where_it_is, call))
+
+    def backward(self, context_id: int, timeout: float | None = None, **options: Any) -> None:
+        """`telegrad.autograd.backward(context_id, [value], **options)`, led by the owner."""
+        rpc_sync(self.owner, _backward, (self, context_id, timeout, options), timeout=timeout)
+
+
+def run_where_it_is(
+    function: Callable[..., Any], around: Ambient, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """On the owner: wait for lazy arguments, then call."""
+    args, kwargs = resolve(args), resolve(kwargs)
+    with around.restored():
+        return function(*args, **kwargs)
+
+
+def _backward(
+    lazy: Lazy[Any], context_id: int, timeout: float | None, options: dict[str, Any]
+) -> None:
+    autograd.backward(context_id, [lazy.to_here(timeout)], timeout=timeout, **options)
+
+
+def resolve(value: Any) -> Any:
+    """The value with each `Lazy` in it (in lists, tuples and dicts) replaced by what it is."""
+    match value:
+        case Lazy():
+            return value.to_here()
+        case tuple() if type(value) is tuple:
+            return tuple(resolve(item) for item in value)
+        case list() if type(value) is list:
+            return [resolve(item) for item in value]
+        case dict() if type(value) is dict:
+            return {key: resolve(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,204 @@
+"""A module that lives on another worker and is used as if it were here.
+
+`RemoteModule` is a real `nn.Module`, so it can be a child of local modules. What torch does to a
+tree of modules by calling its children, it does to the remote one as well: `train`, `eval`,
+`state_dict`, `load_state_dict`, `apply`, `to`, `requires_grad_` and `zero_grad` of a parent reach
+it. What torch does by collecting tensors cannot: `parameters()` of a *parent* has only local ones,
+`parameters()` of the remote module itself gives references. `DistributedOptimizer` takes the parent
+and finds both.
+
+Calls are recorded in the caller's autograd context; outside of one they run without grad, because
+no backward pass could come back through them.
+
+Hooks that are registered on the RemoteModule run at the caller, with the tensors that left and
+arrived. `remote.run(register, ...)` registers hooks where the module lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from telegrad.nn.ambient import ambient
+from telegrad.nn.hosted import HostedModule, host
+from telegrad.nn.lazy import Lazy
+from telegrad.rpc import CallFuture, RRef, WorkerInfo, rpc_sync
+from telegrad.wire.codec import extend
+
+
+class RemoteModule(nn.Module):
+    """Make a module on a worker and call it from here.
+
+        encoder = RemoteModule("worker1", nn.Linear, (8, 4))
+        decoder = RemoteModule("worker2/cuda:0", Decoder, kwargs={"depth": 2}, compile=True)
+        y = decoder(encoder.lazy(x))     # the code goes from worker1 to worker2, never through here
+
+    `remote_device` is a worker, or a worker and a device on it: inputs are then brought to that
+    device. With `compile` the worker compiles the module (`nn.Module.compile`). `timeout` bounds
+    each call to the worker in seconds; 0 for none, by default the job's.
+    """
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_class: Callable[..., nn.Module],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        compile: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        worker, _, device = remote_device.partition("/")
+        making = (module_class, tuple(args), dict(kwargs or {}), device or None, compile)
+        self._take(rpc_sync(worker, host, making, timeout=timeout), remote_device, timeout)
+
+    def _take(self, rref: RRef[HostedModule], remote_device: str, timeout: float | None) -> None:
+        self.rref = rref
+        self.remote_device = remote_device
+        self.timeout = timeout
+
+    @property
+    def owner(self) -> WorkerInfo:
+        """The worker on which the module lives."""
+        return self.rref.owner()
+
+    # Calling.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on its worker and wait. `Lazy` arguments are fetched by that worker."""
+        return self.rref.rpc_sync(self.timeout).forward(ambient(), args, kwargs)
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
+        """As a call, but gives a future at once. Hooks of this object do not run."""
+        future: CallFuture = self.rref.rpc_async(self.timeout).forward(ambient(), args, kwargs)
+        return future
+
+    def lazy(self, *args: Any, **kwargs: Any) -> Lazy[Any]:
+        """As a call, but the result stays on the worker. Hooks of this object do not run."""
+        return Lazy(self.rref.remote(self.timeout).forward(ambient(), args, kwargs))
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(module, *args, **kwargs)` on the worker, with the module itself.
+
+        For whatever has no method here: hooks that run where the module lives, pruning, a look at
+        a buffer.
+        """
+        return self._ask.run(function, args, kwargs)
+
+    @property
+    def _ask(self) -> Any:
+        return self.rref.rpc_sync(self.timeout)
+
+    # Parameters and state.
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
+        """Names and references to the parameters, which stay on their worker."""
+        lead = f"{prefix}." if prefix else ""
+        for name, rref in self._ask.named_parameters(recurse):
+            yield lead + name, rref
+
+    def parameters(  # type: ignore[override]
+        self, recurse: bool = True
+    ) -> Iterator[RRef[nn.Parameter]]:
+        for _, rref in self.named_parameters(recurse=recurse):
+            yield rref
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Copies of the module's state, under the names that it would have here."""
+        found = {} if destination is None else destination
+        for name, value in self._ask.state_dict().items():
+            found[prefix + name] = value
+        return found
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        part = {n.removeprefix(prefix): v for n, v in state_dict.items() if n.startswith(prefix)}
+        try:
+            missing, unexpected = self._ask.load_state_dict(part, assign)
+        except RuntimeError as error:
+            error_msgs.append(f"on worker {self.owner.name!r}: {error}")
+            return
+        missing_keys.extend(prefix + name for name in missing)
+        unexpected_keys.extend(prefix + name for name in unexpected)
+
+    # What parents do to their children.
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        self._ask.train(mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Convert or move the module on its worker; a device is one of that worker."""
+        self._ask.to(args, kwargs)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to`, `double` or `half` of a parent come to: a function that cannot travel.
+
+        It is tried on an empty tensor of each dtype that the module has, and what it made of those
+        is done on the worker.
+        """
+        tried = {dtype: fn(torch.empty(0, dtype=dtype)) for dtype in self._ask.dtypes()}
+        conversions = {dtype: (made.dtype, made.device) for dtype, made in tried.items()}
+        moves = any(made.device.type != "cpu" for made in tried.values())
+        self._ask.convert(conversions, moves)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Apply a function, which must have a name to travel by, to all modules on the worker."""
+        self._ask.apply(fn)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self._ask.requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `.grad` on the worker. Gradients of autograd contexts are not kept there."""
+        self._ask.zero_grad(set_to_none)
+
+    def extra_repr(self) -> str:
+        return f"on {self.remote_device}"
+
+
+def _leave(module: RemoteModule, _: object) -> tuple[object, ...]:
+    return (module.rref, module.remote_device, module.timeout, module.training)
+
+
+def _arrive(data: Any, _: object) -> RemoteModule:
+    rref, remote_device, timeout, training = data
+    module = RemoteModule.__new__(RemoteModule)
+    nn.Module.__init__(module)
+    module._take(rref, remote_device, timeout)
+    module.training = training
+    return module
+
+
+extend("remote module", RemoteModule, _leave, _arrive)

@@ -32,10 +32,10 @@ types: $(READY)  ## mypy --strict on src
 	$(BIN)/mypy
 
 bench-rpc: $(READY)  ## stock torch RPC and telegrad, interleaved
-	$(BIN)/python benchmarks/rpc.py
+	$(BIN)/python -m benchmarks.rpc
 
 bench-autograd: $(READY)  ## stock distributed autograd and telegrad, interleaved
-	$(BIN)/python benchmarks/autograd.py
+	$(BIN)/python -m benchmarks.autograd
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,7 +28,7 @@ FAILURE = Failure(2, "worker2", "it broke", "Traceback ...")
 
 
 def part(worker: int = 1, options: Options | None = None, initiator: bool = False) -> Part:
-    return Part(worker, options or Options(), History(), initiator=initiator)
+    return Part(worker, worker if initiator else 9, options or Options(), History())
 
 
 def sent(posts: list[Post]) -> list[tuple[int, type[Message]]]:
@@ -67,6 +67,24 @@ def test_a_part_ends_only_when_all_that_it_engaged_is_acknowledged() -> None:
     assert sent(mine.report()) == [(0, Ack)]
 
 
+def test_a_gradient_that_overtakes_the_message_that_engages_makes_its_sender_the_parent() -> None:
+    mine = part()
+    mine.overtook(0)
+    assert sent(mine.engage(2)) == [(2, Ack)]
+    assert mine.engage(0) == []
+    mine.complete = True
+    assert sent(mine.report()) == [(0, Ack)]
+
+
+def test_a_message_that_engages_and_comes_after_its_acknowledgement_is_absorbed() -> None:
+    mine = part()
+    mine.overtook(0)
+    mine.complete = True
+    assert sent(mine.report()) == [(0, Ack)]
+    assert mine.engage(0) == []
+    assert mine.report() == []
+
+
 def test_only_the_first_gradient_to_a_worker_engages_it() -> None:
     mine = part()
     first, second = (mine.gradient(2, n, [torch.ones(1)])[0].message for n in (7, 8))
@@ -75,8 +93,8 @@ def test_only_the_first_gradient_to_a_worker_engages_it() -> None:
     assert (first.engages, second.engages) == (True, False)
 
 
-@pytest.mark.parametrize("to", [0, 1])
-def test_a_gradient_to_the_parent_or_to_oneself_does_not_engage(to: int) -> None:
+@pytest.mark.parametrize("to", [0, 1, 9])
+def test_a_gradient_to_parent_initiator_or_oneself_does_not_engage(to: int) -> None:
     mine = part(worker=1)
     mine.engage(0)
     (post,) = mine.gradient(to, 7, [torch.ones(1)])
@@ -133,7 +151,7 @@ def test_a_failure_is_told_to_everyone_but_who_brought_it_and_silences_the_part(
     mine = part(1)
     mine.engage(0)
     posts = mine.fail(FAILURE, [2, 3], sender=2)
-    assert sent(posts) == [(0, Fail), (3, Fail)]
+    assert sent(posts) == [(0, Fail), (3, Fail), (9, Fail)]
     assert mine.fail(FAILURE, [2, 3], sender=0) == []
     assert mine.engage(3) == []
     assert mine.gradient(2, 7, [torch.ones(1)]) == []

@@ -9,7 +9,11 @@ once: at once if the worker is already engaged, else when its part has ended, th
 
 The initiator has no parent; the pass is over when its own part has ended (Dijkstra-Scholten).
 Further gradients need no acknowledgement: the worker that gets them cannot complete without them.
-Nor does what goes to one's own parent: it cannot end before this worker has.
+Nor does what goes to one's own parent, or to the initiator: they cannot end before this worker has.
+
+No worker may act in a pass without a parent: it could engage others who then engage it, in a circle
+that the initiator does not wait for. If a later gradient overtakes the message that engages, its
+sender is the parent, and the message that was overtaken is not acknowledged a second time.
 
 **Absence.** A tensor that crossed but whose gradient never comes would keep its sender waiting. So
 its receiver says `Absent` for it, as soon as nothing can reach it. That needs workers that no
@@ -64,17 +68,19 @@ class Post:
 class Part:
     """One worker's part in one pass. Methods take events and return what is to be sent."""
 
-    def __init__(self, worker: int, options: Options, history: History, *, initiator: bool) -> None:
+    def __init__(self, worker: int, initiator: int, options: Options, history: History) -> None:
         self.options = options
         self.failure: Failure | None = None
         self.complete = False
         self.probing = False
         self._history = history
-        self._initiator = initiator
+        self._initiator = worker == initiator
         self._parent: int | None = None
         self._unacknowledged = 0
-        self._told = {worker}
+        self._told = {worker, initiator}
+        self._overtaken: set[int] = set()
         self._worker = worker
+        self._root = initiator
         self._absent: dict[int, list[int]] = {}
 
     @property
@@ -90,11 +96,23 @@ class Part:
         """A message that engages came from `sender`."""
         if self.failure is not None:
             return []
+        if sender in self._overtaken:
+            self._overtaken.discard(sender)
+            return []
         if self._initiator or self._parent is not None:
             return [Post(sender, Ack())]
         self._parent = sender
         self._told.add(sender)
         return []
+
+    def overtook(self, sender: int) -> None:
+        """A gradient that does not engage came: if nothing has engaged this worker, what should
+        have is still under way. Its sender is the parent all the same."""
+        if self._initiator or self._parent is not None or self.complete:
+            return
+        self._parent = sender
+        self._told.add(sender)
+        self._overtaken.add(sender)
 
     def begin(self, sender: int, partners: Iterable[int]) -> list[Post]:
         """A `Begin` came. In a FAST pass it is a probe, and is passed on."""
@@ -108,7 +126,7 @@ class Part:
         if self.probing or self.failure is not None:
             return []
         self.probing = True
-        return self._tell(set(partners) - {besides, self._worker}) + self._absences()
+        return self._tell(set(partners) - {besides, self._worker, self._root}) + self._absences()
 
     def gradient(self, peer: int, message: int, gradients: Sequence[Tensor | None]) -> list[Post]:
         """The gradients of a message that came from `peer` are complete."""

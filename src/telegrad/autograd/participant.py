@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.backward import Part, Post, check_gradients
-from telegrad.autograd.context import Context, RecvRecord, SendRecord, working_in
+from telegrad.autograd.context import Context, RecvRecord, SendRecord, worker_of, working_in
 from telegrad.autograd.errors import AutogradError, BadGradient, PassFailed, UnusedResult
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import (
@@ -240,6 +240,8 @@ class Participant:
             case Gradient(_, _, engages, message, gradients):
                 if engages:
                     self._send(part.engage(sender))
+                else:
+                    part.overtook(sender)
                 self._resolve(part, sender, message, gradients)
             case Begin():
                 self._send(part.begin(sender, self._partners))
@@ -265,7 +267,7 @@ class Participant:
         )
 
     def _join(self, options: Options, history: History, roots: Sequence[Tensor] | None) -> Part:
-        part = Part(self._worker, options, history, initiator=roots is not None)
+        part = Part(self._worker, worker_of(self.pass_id), options, history)
         self._part = part
         self._service.pass_began()
         self._active = True
@@ -371,7 +373,7 @@ class Participant:
 
     def _flood(self, failure: Failure, sender: int | None) -> None:
         if self._part is None:
-            self._part = Part(self._worker, Options(), History(), initiator=False)
+            self._part = Part(self._worker, worker_of(self.pass_id), Options(), History())
         audience = self._partners | self.context.partners()
         self._send(self._part.fail(failure, audience, sender))
         self.context.discard(self.pass_id)

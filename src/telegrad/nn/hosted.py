@@ -6,7 +6,8 @@ nothing here adds a lock to what torch does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from telegrad.nn.ambient import Ambient
 from telegrad.nn.lazy import resolve
 from telegrad.rpc import RRef
 
-Conversions = Mapping[torch.dtype, tuple[torch.dtype, torch.device]]
+Conversions = Mapping[torch.dtype, tuple[torch.dtype, torch.device | None]]
 
 
 class HostedModule:
@@ -51,8 +52,7 @@ class HostedModule:
         return [(name, RRef(p)) for name, p in self.module.named_parameters(recurse=recurse)]
 
     def state_dict(self) -> dict[str, Any]:
-        with torch.no_grad():
-            return dict(self.module.state_dict())
+        return dict(self.module.state_dict())
 
     def load_state_dict(self, state: dict[str, Any], assign: bool) -> tuple[list[str], list[str]]:
         found = self.module.load_state_dict(state, strict=False, assign=assign)
@@ -62,21 +62,26 @@ class HostedModule:
         self.module.train(mode)
 
     def to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """As `nn.Module.to`; from now on inputs go to the device that it names, if any."""
-        device = nn.Linear(1, 1).to(*args, **kwargs).weight.device if args or kwargs else None
+        """As `nn.Module.to`; if it names a device, inputs go there from now on."""
         self.module.to(*args, **kwargs)
-        self.device = device if _names_device(args, kwargs) else self.device
+        if _names_device(args, kwargs):
+            self.device = next((tensor.device for tensor in self._tensors()), None)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return chain(self.module.parameters(), self.module.buffers())
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of all parameters and buffers."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        return list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        return list(dict.fromkeys(tensor.dtype for tensor in self._tensors()))
 
-    def convert(self, conversions: Conversions, moves: bool) -> None:
-        """Bring each tensor to the dtype (and device) that its dtype is mapped to."""
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+    def convert(self, conversions: Conversions) -> None:
+        """Bring each tensor to the dtype, and the device if one is given, of its own dtype."""
+
+        def converted(tensor: torch.Tensor) -> torch.Tensor:
             dtype, device = conversions[tensor.dtype]
-            tensor.data = tensor.data.to(device if moves else tensor.device, dtype)
+            return tensor.to(device or tensor.device, dtype)
+
+        self.module._apply(converted)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.module.zero_grad(set_to_none)

@@ -2,10 +2,10 @@
 
 `RemoteModule` is a real `nn.Module`, so it can be a child of local modules. What torch does to a
 tree of modules by calling its children, it does to the remote one as well: `train`, `eval`,
-`state_dict`, `load_state_dict`, `apply`, `to`, `requires_grad_` and `zero_grad` of a parent reach
-it. What torch does by collecting tensors cannot: `parameters()` of a *parent* has only local ones,
-`parameters()` of the remote module itself gives references. `DistributedOptimizer` takes the parent
-and finds both.
+`state_dict`, `load_state_dict`, `apply` and `to` of a parent reach it. What torch does by
+collecting tensors does not: `parameters()`, `requires_grad_` and `zero_grad` of a *parent* know
+only local parameters. Those of the remote module itself reach its worker, where `parameters()`
+gives references. `DistributedOptimizer` takes the parent and finds both kinds.
 
 Calls are recorded in the caller's autograd context; outside of one they run without grad, because
 no backward pass could come back through them.
@@ -166,9 +166,11 @@ class RemoteModule(nn.Module):
         is done on the worker.
         """
         tried = {dtype: fn(torch.empty(0, dtype=dtype)) for dtype in self._ask.dtypes()}
-        conversions = {dtype: (made.dtype, made.device) for dtype, made in tried.items()}
-        moves = any(made.device.type != "cpu" for made in tried.values())
-        self._ask.convert(conversions, moves)
+        conversions = {
+            dtype: (made.dtype, None if made.is_cpu else made.device)
+            for dtype, made in tried.items()
+        }
+        self._ask.convert(conversions)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:

@@ -140,6 +140,7 @@ def rpc_sync(
         rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     """
     node = current_node()
+    _check_callable(func)
     pending = node.call(node.members.find(to), func, args or (), kwargs, timeout)
     if not pending.done:
         node.transport.wait(pending)
@@ -155,6 +156,7 @@ def rpc_async(
 ) -> CallFuture:
     """As `rpc_sync`, but returns a `torch.futures.Future` at once. It can be awaited, too."""
     node = current_node()
+    _check_callable(func)
     return begin_async(node, node.members.find(to), func, args or (), kwargs, timeout)
 
 
@@ -167,7 +169,13 @@ def remote(
 ) -> RRef[Any]:
     """Call a function on another worker and return a reference to its result at once."""
     node = current_node()
+    _check_callable(func)
     return remote_reference(node, node.members.find(to), func, args or (), kwargs, timeout)
+
+
+def _check_callable(func: object) -> None:
+    if not callable(func):
+        raise TypeError(f"{func!r} cannot be called: give the function itself, not its name")
 
 
 def get_worker_info(name: To | None = None) -> WorkerInfo:

@@ -10,6 +10,7 @@ from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.node import Node, Passage, current_node
 from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
+from telegrad.rpc.results import as_result
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import extend
 
@@ -288,7 +289,8 @@ def call_method(
     rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> object:
     """On the owner: call a method of the value behind a reference."""
-    return getattr(rref.local_value(), name)(*args, **kwargs)
+    method = getattr(rref.local_value(), name)
+    return as_result(rref._node.coroutines, method, method(*args, **kwargs))
 
 
 def _leave(rref: RRef[Any], passage: Passage | None) -> object:

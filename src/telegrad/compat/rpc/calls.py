@@ -40,6 +40,8 @@ class Udf:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.function(*args, **kwargs)
+        except torch.jit.Error as error:
+            raise RuntimeError(str(error)) from error
         except Exception as error:
             _report(error)
             raise

@@ -1,0 +1,41 @@
+"""What the optimizer has to say when something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from telegrad.rpc.errors import TelegradError
+
+
+class OptimizerError(TelegradError):
+    """Something that the distributed optimizer itself has to report."""
+
+
+class StepFailed(OptimizerError):
+    """A step could not be made on every worker.
+
+    `failed` has the error of each worker that could not make it, `stepped` names those that did.
+    With `atomic=True` the latter have undone it, and `stepped` is empty.
+    """
+
+    def __init__(self, failed: Mapping[str, BaseException], stepped: Sequence[str]) -> None:
+        self.failed = dict(failed)
+        self.stepped = tuple(stepped)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        causes = " ".join(
+            f"On worker {name!r}: {type(error).__name__}: {error}"
+            for name, error in self.failed.items()
+        )
+        if self.stepped:
+            state = (
+                f"Stepped: {', '.join(self.stepped)}. Parameters are from different steps now: "
+                "load a checkpoint, or make the optimizer with atomic=True so that this cannot be."
+            )
+        else:
+            state = "No worker kept the step."
+        return f"The optimizer step failed. {causes} {state}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (StepFailed, (self.failed, self.stepped))

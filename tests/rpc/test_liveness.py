@@ -1,0 +1,62 @@
+"""Workers that die, stop, or are merely busy."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from telegrad import rpc
+from tests.rpc import functions
+from tests.rpc.fleet import Job
+
+MakeJob = Callable[..., Job]
+
+
+def call_and_time(worker: str) -> tuple[str, float]:
+    """Call something that never returns; what the loss of its worker says, and when."""
+    begun = time.monotonic()
+    with pytest.raises(rpc.WorkerLost) as caught:
+        rpc.rpc_sync(worker, functions.wait_event, args=("never",), timeout=30)
+    return str(caught.value), time.monotonic() - begun
+
+
+def compute_without_a_pause() -> float:
+    """One call of C code that holds the interpreter all the time."""
+    begun = time.monotonic()
+    sum(range(80_000_000))
+    return time.monotonic() - begun
+
+
+def test_a_stopped_worker_is_lost_within_the_liveness_time(make_job: MakeJob) -> None:
+    job = make_job("a", "b", liveness=1.0)
+    job["a"].do(rpc.rpc_sync, "b", functions.nothing)
+    waiting = job["a"].begin(call_and_time, "b")
+    job["b"].signal(signal.SIGSTOP)
+    message, _ = waiting.result(20)
+    assert "'b'" in message
+    assert "stopped for 1 s" in message
+    assert "wait_event" in message
+
+
+def test_a_busy_interpreter_is_not_lost(make_job: MakeJob) -> None:
+    job = make_job("a", "b", liveness=1.0)
+    taken = job["a"].do(rpc.rpc_sync, "b", compute_without_a_pause)
+    assert taken > 1.0, "it was not busy for longer than the liveness time"
+    assert job["a"].do(rpc.rpc_sync, "b", functions.echo, ("well",)) == "well"
+
+
+def test_a_killed_worker_is_lost_at_once_for_all_its_peers(make_job: MakeJob) -> None:
+    job = make_job("a", "b", "c")
+    for name in ("a", "c"):
+        job[name].do(rpc.rpc_sync, "b", functions.nothing)
+    waiting = [job[name].begin(call_and_time, "b") for name in ("a", "c")]
+    job["b"].kill()
+    killed = time.monotonic()
+    for each in waiting:
+        message, _ = each.result(20)
+        assert "'b'" in message
+    assert time.monotonic() - killed < 5
+    assert job["a"].do(rpc.rpc_sync, "c", functions.echo, ("still",)) == "still"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from telegrad.autograd.context import Context, working_in
 from telegrad.autograd.crossing import AutogradCrossing, engine_thread
-from telegrad.autograd.messages import Mode, Options
+from telegrad.autograd.messages import Mode, Options, kind_of
 from telegrad.autograd.service import Autograd
 from telegrad.rpc.worker import WorkerInfo
 
@@ -145,7 +145,7 @@ class Mailbox:
         _tensors_of(payload, tensors)
         note = CROSSING.leaving(self, to, tensors, scope) if scope is not None else b""
         copies = [tensor.detach().clone() for tensor in tensors]
-        kind = topic if topic != "autograd.pass" else _KINDS[payload[2]]
+        kind = topic if topic != "autograd.pass" else kind_of(payload)
 
         def deliver() -> None:
             receiver = self.network.nodes[to]
@@ -158,9 +158,6 @@ class Mailbox:
                     receiver._topics[topic](self.info.id, given)
 
         self.network.send(self.info.id, to, deliver, kind)
-
-
-_KINDS = ("begin", "gradient", "absent", "ack", "fail")
 
 
 def _tensors_of(payload: Any, found: list[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from telegrad.autograd.backward import Part, Post, check_gradients
+from telegrad.autograd.backward import Part, Post, check_gradients, merge_ack
 from telegrad.autograd.context import SendRecord
 from telegrad.autograd.errors import BadGradient
 from telegrad.autograd.messages import (
@@ -83,6 +83,27 @@ def test_a_message_that_engages_and_comes_after_its_acknowledgement_is_absorbed(
     assert sent(mine.report()) == [(0, Ack)]
     assert mine.engage(0) == []
     assert mine.report() == []
+
+
+def test_the_last_gradient_for_the_parent_carries_the_acknowledgement() -> None:
+    mine = part()
+    mine.engage(0)
+    posts = [
+        post for to, n in [(0, 5), (0, 6), (2, 7)] for post in mine.gradient(to, n, [torch.ones(1)])
+    ]
+    mine.complete = True
+    mine.acknowledged()
+    merged = merge_ack(posts, mine.report())
+    assert sent(merged) == [(0, Gradient), (0, Gradient), (2, Gradient)]
+    carriers = [p.message.acknowledges for p in merged if isinstance(p.message, Gradient)]
+    assert carriers == [False, True, False]
+
+
+def test_without_a_gradient_for_the_parent_the_acknowledgement_goes_alone() -> None:
+    mine = part()
+    mine.engage(0)
+    mine.complete = True
+    assert sent(merge_ack([], mine.report())) == [(0, Ack)]
 
 
 def test_only_the_first_gradient_to_a_worker_engages_it() -> None:

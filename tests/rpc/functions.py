@@ -14,6 +14,7 @@ from telegrad import rpc
 events: dict[str, threading.Event] = {}
 """Events of this worker, by name: tests wait for them and never for time."""
 recorded: list[Any] = []
+kept: Any = None
 _making = threading.Lock()
 
 

@@ -23,7 +23,7 @@ def error_of(name: str, to: str = "worker1") -> BaseException:
 
 
 def test_an_error_keeps_its_type_and_shows_worker_and_traceback() -> None:
-    with pytest.raises(ValueError, match="^bad number$") as caught:
+    with pytest.raises(ValueError, match=r"^bad number$") as caught:
         rpc.rpc_sync("worker1", functions.raise_value_error, args=("bad number",))
     cause = str(caught.value.__cause__)
     assert "on worker 'worker1'" in cause

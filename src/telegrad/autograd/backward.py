@@ -36,7 +36,7 @@ and is not counted; an `Absent` that engages anyone (its receiver may not belong
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -185,6 +185,17 @@ class Part:
     def _absences(self) -> list[Post]:
         absent, self._absent = self._absent, {}
         return [Post(peer, Absent(tuple(messages))) for peer, messages in absent.items()]
+
+
+def merge_ack(posts: list[Post], ack: list[Post]) -> list[Post]:
+    """Let the last gradient for the parent carry the acknowledgement, if there is one."""
+    for report in ack:
+        for place in reversed(range(len(posts))):
+            post = posts[place]
+            if post.to == report.to and isinstance(post.message, Gradient):
+                carrier = replace(post.message, acknowledges=True)
+                return [*posts[:place], Post(post.to, carrier), *posts[place + 1 :]]
+    return posts + ack
 
 
 _LAYOUTS = (torch.strided, torch.sparse_coo)

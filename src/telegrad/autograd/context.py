@@ -13,7 +13,7 @@ resolves it) or sees that the pass has begun (and is answered by *none*), never 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.passes import Passes
 
 if TYPE_CHECKING:
+    from telegrad.autograd.enclosed import EnclosedCall, EnclosedSend, Enclosure
     from telegrad.autograd.leaves import Gradients
     from telegrad.autograd.participant import Participant
 
@@ -53,6 +54,10 @@ class SendRecord:
         assert node is not None
         return node
 
+    @property
+    def edges(self) -> Sequence[tuple[Node | None, int]]:
+        return self.node.next_functions
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecvRecord:
@@ -72,11 +77,13 @@ class Scope:
     """A context together with the grad mode of the code that speaks for it.
 
     A call made under `no_grad` still belongs to its context, but records nothing, and its
-    function runs without grad on the other side, as it would in one process.
+    function runs without grad on the other side, as it would in one process. `enclosed` is
+    there if the code runs inside of a graph node.
     """
 
     context: Context
     recording: bool
+    enclosed: EnclosedCall | None = None
 
 
 class Context:
@@ -86,8 +93,9 @@ class Context:
         self.id = context_id
         self.lock = threading.Lock()
         self.released = False
-        self.sends: dict[int, SendRecord] = {}
+        self.sends: dict[int, SendRecord | EnclosedSend] = {}
         self.recvs: dict[int, RecvRecord] = {}
+        self.enclosures: list[Enclosure] = []
         self.known_workers: set[int] = set()
         self.passes = Passes()
         self.participants: dict[int, Participant] = {}
@@ -111,7 +119,7 @@ class Context:
             partners.update(record.peer for record in self.recvs.values())
         return partners
 
-    def add_send(self, record: SendRecord) -> tuple[int, ...]:
+    def add_send(self, record: SendRecord | EnclosedSend) -> tuple[int, ...]:
         """Record a send; tells which passes had begun here, and so do not wait for it."""
         with self.lock:
             self.sends[record.message] = record
@@ -126,7 +134,7 @@ class Context:
             begun = self.passes.begun()
             return [p for p in begun if p not in set(begun_at_sender)] if begun else []
 
-    def snapshot(self, pass_id: int) -> tuple[list[SendRecord], list[RecvRecord]]:
+    def snapshot(self, pass_id: int) -> tuple[list[SendRecord | EnclosedSend], list[RecvRecord]]:
         """Begin a pass here: all that is recorded until now takes part in it."""
         with self.lock:
             self.passes.begin(pass_id)
@@ -162,6 +170,7 @@ class Context:
             self.released = True
             self.sends.clear()
             self.recvs.clear()
+            self.enclosures.clear()
             self._gradients.clear()
             self._uncommitted.clear()
 

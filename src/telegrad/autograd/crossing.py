@@ -40,6 +40,7 @@ from telegrad.autograd.context import (
     current_scope,
     working_in,
 )
+from telegrad.autograd.enclosed import EnclosedSend
 from telegrad.autograd.errors import AutogradError
 
 
@@ -59,6 +60,7 @@ class _Thread(threading.local):
 
 engine_thread = _Thread()
 
+_TOKEN = torch.zeros(())
 _ANCHOR = torch.zeros((), requires_grad=True)
 """The input of every recv: makes its output need gradient, and makes the engine run its node."""
 
@@ -85,7 +87,7 @@ class Send(torch.autograd.Function):
         ctx.message = message
         ctx.peer = peer
         ctx.set_materialize_grads(False)
-        return torch.zeros(())
+        return _TOKEN.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -199,12 +201,16 @@ class AutogradCrossing:
         if not indices:
             return Note(context.id).pack()
         message = service_of(node).next_message()
-        with torch.enable_grad():
-            token = Send.apply(  # type: ignore[no-untyped-call]
-                message, to, *[tensors[i] for i in indices]
-            )
         shapes = tuple((tensors[i].shape, tensors[i].dtype) for i in indices)
-        begun = context.add_send(SendRecord(message, to, token, shapes))
+        if scope.enclosed is not None:
+            scope.enclosed.sent(message, [tensors[i] for i in indices])
+            begun = context.add_send(EnclosedSend(message, to, shapes))
+        else:
+            with torch.enable_grad():
+                token = Send.apply(  # type: ignore[no-untyped-call]
+                    message, to, *[tensors[i] for i in indices]
+                )
+            begun = context.add_send(SendRecord(message, to, token, shapes))
         return Note(context.id, message, indices, begun).pack()
 
     def arriving(

@@ -27,12 +27,10 @@ from telegrad.autograd import torch_private
 _grad_slots = threading.RLock()
 
 
-def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, either of which may be absent or sparse."""
+def add(a: Tensor | None, b: Tensor) -> Tensor:
+    """The sum of two gradients, either of which may be sparse and the first absent."""
     if a is None:
         return b
-    if b is None:
-        return a
     if a.layout is not torch.strided and b.layout is torch.strided:
         a, b = b, a
     return a + b
@@ -72,13 +70,12 @@ class Gradients:
     def add(self, node: Any, gradient: Tensor) -> None:
         """Add to the gradient of the leaf whose accumulator is `node`."""
         leaf = node.variable
-        known = self._sums.get(leaf)
-        self._sums[leaf] = gradient if known is None else known + gradient
+        self._sums[leaf] = add(self._sums.get(leaf), gradient)
         self._nodes[leaf] = node
 
     def add_to(self, total: dict[Tensor, Tensor]) -> None:
         for leaf, gradient in self._sums.items():
-            total[leaf] = add(total.get(leaf), gradient)  # type: ignore[assignment]
+            total[leaf] = add(total.get(leaf), gradient)
 
     def settle(self, for_real: Callable[[Any], bool], create_graph: bool) -> None:
         """The pass has found all there is: make the sums its own, run what hangs on leaves."""

@@ -28,7 +28,7 @@ What must never happen:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,7 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd import torch_private
 from telegrad.autograd.crossing import anchor, engine_thread
+from telegrad.autograd.enclosed import Enclosure, leaves_of
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.leaves import Gradients, accumulates_for_real, add
 from telegrad.autograd.plan import (
@@ -52,6 +53,9 @@ from telegrad.autograd.plan import (
 
 # In anomaly mode torch reports every exception of a node; a suspension is not an error.
 warnings.filterwarnings("ignore", "Error detected in (Send|Gate)Backward")
+
+_BRIEF = 40
+"""Nodes. They take about as long to run as a message takes to leave."""
 
 _ONE = torch.ones(())
 
@@ -70,6 +74,9 @@ class Outlet(Protocol):
     def wait(self, source: Source) -> None:
         """Nothing else can run here: return when `source` may be resolved, or else changed."""
 
+    def wait_enclosed(self, source: Source) -> None:
+        """As `wait`, from inside of a node: return when `source` is resolved."""
+
 
 class Run:
     """One pass over one worker's graph. Driven by one thread at a time."""
@@ -82,6 +89,7 @@ class Run:
         *,
         retain_graph: bool = False,
         create_graph: bool = False,
+        enclosures: Sequence[Enclosure] = (),
     ) -> None:
         self.sources = {source.message: source for source in sources}
         self.gradients = Gradients()
@@ -90,7 +98,8 @@ class Run:
         self._retain = retain_graph or create_graph
         self._create = create_graph
         self._for_real = accumulates_for_real()
-        self._groups, self._nodes = form_groups(sources)
+        self._enclosing = leaves_of(enclosures)
+        self._groups, self._nodes = form_groups(sources, self._enclosing)
         self._current: Group | None = None
         self._fired: dict[int, dict[int, Tensor | None]] = {}
         self._answered: set[int] = set()
@@ -102,6 +111,11 @@ class Run:
     @property
     def finished(self) -> bool:
         return self._closed or all(group.done for group in self._groups)
+
+    @property
+    def brief(self) -> bool:
+        """The engine is done so soon that nothing is gained by sending from inside it."""
+        return len(self._nodes) <= _BRIEF
 
     def resolve(self, message: int, gradients: Sequence[Tensor | None] | None) -> None:
         """Take note of what came for a source. Never runs the engine."""
@@ -162,6 +176,15 @@ class Run:
         group.stages.entered |= source.bit
         return source.gradients
 
+    def take_enclosed(self, message: int) -> Sequence[Tensor | None] | None:
+        """The gradients of what a node sent from inside, which waits for them; None: none came."""
+        source = self.sources[message]
+        if source.state is State.PENDING:
+            if self._current is not None:
+                self._answer_unreachable(self._current)
+            self._outlet.wait_enclosed(source)
+        return source.gradients if source.state is State.GRADIENT else None
+
     def fire(self, message: int, index: int, gradient: Tensor | None) -> None:
         """The gradient of one arrived tensor is complete; a message answers for all of its own."""
         fired = self._fired.setdefault(message, {})
@@ -218,7 +241,7 @@ class Run:
             if absent == (1 << len(group.sources)) - 1:
                 self._finish(group)
             elif absent and group.recvs:
-                stages = group.stages or make_stages(group)
+                stages = group.stages or make_stages(group, self._enclosing)
                 for recv in group.recvs:
                     if not stages.masks[recv] & ~absent:
                         self._fire_absent(recv)
@@ -233,7 +256,7 @@ class Run:
             return True
         if not group.mask_of(State.GRADIENT):
             return False
-        stages = group.stages or make_stages(group)
+        stages = group.stages or make_stages(group, self._enclosing)
         absent, ran = group.mask_of(State.ABSENT), stages.ran
         # Not one test against both: a level that waited for an absent source can run now.
         return any(
@@ -244,7 +267,7 @@ class Run:
         self._current = group
         held = self._held_leaves(group)
         if held and group.stages is None:
-            make_stages(group)
+            make_stages(group, self._enclosing)
         if group.stages is None:
             self._run_whole(group)
         else:
@@ -260,9 +283,16 @@ class Run:
 
     def _run_whole(self, group: Group) -> None:
         """The common case: all is there, nothing was cut."""
-        roots = [edge for source in group.sources for edge in source.weighted_edges()]
+        roots: list[tuple[Edge, Tensor]] = []
+        sums: list[tuple[Any, Tensor]] = []
+        for source in group.sources:
+            for edge, gradient in source.weighted_edges():
+                if self._summed_here(edge[0], ()):
+                    sums.append((edge[0], gradient))
+                else:
+                    roots.append((edge, gradient))
         leaves = list(group.leaves)
-        self._deliver(leaves, self._call(roots, leaves, group) if roots else [], {})
+        self._deliver(leaves, self._call(roots, leaves, group) if roots else [], sums)
         self._finish(group)
 
     def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:
@@ -303,10 +333,11 @@ class Run:
     def _roots(self, stages: Stages, held: set[Any]) -> list[tuple[Edge, Tensor]]:
         return [(e, g) for e, g in stages.kept.items() if not self._summed_here(e[0], held)]
 
-    def _leaf_sums(self, stages: Stages, held: set[Any]) -> dict[Any, Tensor]:
-        return {e[0]: g for e, g in stages.kept.items() if self._summed_here(e[0], held)}
+    def _leaf_sums(self, stages: Stages, held: set[Any]) -> list[tuple[Any, Tensor]]:
+        return [(e[0], g) for e, g in stages.kept.items() if self._summed_here(e[0], held)]
 
-    def _summed_here(self, node: Any, held: set[Any]) -> bool:
+    def _summed_here(self, node: Any, held: Collection[Any]) -> bool:
+        """An edge straight into a leaf needs no engine, unless the leaf has hooks to run there."""
         if type(node) is not LeafNode:
             return False
         return node in held or not torch_private.tensor_hooks(node.variable)
@@ -316,9 +347,12 @@ class Run:
     ) -> list[tuple[Edge, Tensor]]:
         """Pending sends, later made first: the order in which gradients come back."""
         roots: list[tuple[Edge, Tensor]] = []
-        for place, source in enumerate(sorted(waiting, key=lambda s: s.message), start=1):
-            assert source.node is not None
-            torch_private.set_sequence_number(source.node, place)
+        places = [(source.message, source.node) for source in waiting]
+        places += [(newest, node) for node, newest in stages.enclosing.items()]
+        for place, (_, node) in enumerate(sorted(places, key=lambda item: item[0]), start=1):
+            assert node is not None
+            torch_private.set_sequence_number(node, place)
+        for source in waiting:
             roots.append(((source.node, 0), _ONE))
         if stages.gate is not None:
             roots.append(((stages.gate.grad_fn, 0), _ONE))
@@ -348,15 +382,9 @@ class Run:
         engine_thread.running = self
         self._left_tasks = True
         try:
-            with torch_private.eager_engine():
-                results = torch.autograd.grad(
-                    [GradientEdge(node, index) for (node, index), _ in roots],
-                    inputs,
-                    [gradient for _, gradient in roots],
-                    retain_graph=self._retain,
-                    create_graph=self._create,
-                    allow_unused=True,
-                )
+            results = torch_private.run_engine(
+                roots, inputs, retain_graph=self._retain, create_graph=self._create
+            )
         except RuntimeError as error:
             _explain_reentrant_checkpoint(error)
             raise
@@ -366,20 +394,20 @@ class Run:
         return results[: len(leaves)]
 
     def _deliver(
-        self, leaves: list[Any], results: Sequence[Tensor | None], sums: dict[Any, Tensor]
+        self, leaves: list[Any], results: Sequence[Tensor | None], sums: list[tuple[Any, Tensor]]
     ) -> None:
         with torch.set_grad_enabled(self._create):
             for leaf, gradient in zip(leaves, results, strict=False):
                 if gradient is not None:
                     self.gradients.add(leaf, gradient)
-            for leaf, gradient in sums.items():
+            for leaf, gradient in sums:
                 self.gradients.add(leaf, gradient)
 
     def _keep(self, stages: Stages, weighted: list[tuple[Edge, Tensor]]) -> None:
         kept = stages.kept
         with torch.set_grad_enabled(self._create):
             for edge, gradient in weighted:
-                kept[edge] = add(kept.get(edge), gradient)  # type: ignore[assignment]
+                kept[edge] = add(kept.get(edge), gradient)
 
     def _carry_over(self, group: Group, stages: Stages, waiting: list[Source]) -> None:
         """After a suspension: only what flows into nodes that have not run is still to come."""

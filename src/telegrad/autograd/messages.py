@@ -1,7 +1,7 @@
 """What workers say to each other in a pass, and its form on the wire.
 
-On the wire a message is a plain tuple that starts with its kind, context and pass: tuples of
-numbers and tensors are what the codec packs fastest.
+On the wire a message is a tuple: bytes with all the numbers, then the tensors or texts. The codec
+has few objects to look at that way.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from struct import Struct, pack, unpack_from
+from struct import error as StructError
 from typing import Any
 
 from torch import Tensor
@@ -77,13 +79,14 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradient:
-    """The gradients of the tensors of one message; also says `Begin` if `engages`."""
+    """The gradients of the tensors of one message; may say `Begin` and `Ack` along with it."""
 
     options: Options
     history: History
     engages: bool
     message: int
     gradients: Sequence[Tensor | None]
+    acknowledges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,43 +112,78 @@ Message = Begin | Gradient | Absent | Ack | Fail
 
 
 _BEGIN, _GRADIENT, _ABSENT, _ACK, _FAIL = range(5)
+_ENGAGES, _ACKNOWLEDGES = 8, 16
+_HEAD = Struct("<BBHHQQQQ")
 
 
 def encode(context_id: int, pass_id: int, message: Message) -> tuple[Any, ...]:
+    kind = bits = over = number = 0
+    numbers: tuple[int, ...] = ()
+    absent = b""
+    rest: tuple[Any, ...] = ()
     match message:
-        case Gradient(options, history, engages, number, gradients):
-            bits = options.to_bits() | engages << 3
-            past = (history.over_below, history.failed)
-            body: tuple[Any, ...] = (_GRADIENT, bits, *past, number, tuple(gradients))
+        case Gradient(options, history, engages, number, gradients, acknowledges):
+            kind, over, numbers = _GRADIENT, history.over_below, history.failed
+            bits = options.to_bits() | _ENGAGES * engages | _ACKNOWLEDGES * acknowledges
+            absent = bytes([g is None for g in gradients])
+            rest = tuple([g for g in gradients if g is not None])
         case Ack():
-            body = (_ACK,)
+            kind = _ACK
         case Begin(options, history):
-            body = (_BEGIN, options.to_bits(), history.over_below, history.failed)
+            kind, over, numbers = _BEGIN, history.over_below, history.failed
+            bits = options.to_bits()
         case Absent(messages):
-            body = (_ABSENT, messages)
+            kind, numbers = _ABSENT, messages
         case Fail(failure):
-            f = failure
-            body = (_FAIL, f.worker, f.worker_name, f.message, f.traceback)
-    return (context_id, pass_id, *body)
+            kind, number = _FAIL, failure.worker
+            rest = (failure.worker_name, failure.message, failure.traceback)
+    head = _HEAD.pack(kind, bits, len(numbers), len(absent), context_id, pass_id, over, number)
+    if numbers:
+        head += pack(f"<{len(numbers)}Q", *numbers)
+    return (head + absent, *rest)
 
 
 def decode(payload: tuple[Any, ...]) -> tuple[int, int, Message]:
     """Context id, pass id and message."""
-    context_id, pass_id, kind, *body = payload
+    head, *rest = payload
+    try:
+        kind, bits, count, width, context_id, pass_id, over, number = _HEAD.unpack_from(head)
+        numbers = unpack_from(f"<{count}Q", head, _HEAD.size) if count else ()
+    except StructError as problem:
+        raise AutogradError(f"A message of a pass cannot be read: {problem}.") from problem
     message: Message
     if kind == _GRADIENT:
-        bits, over, failed, number, gradients = body
-        options = Options.from_bits(bits)
-        message = Gradient(options, History(over, failed), bool(bits & 8), number, gradients)
+        absent = head[_HEAD.size + 8 * count :]
+        if len(absent) != width or len(rest) != absent.count(0):
+            raise AutogradError(
+                f"A message announces {width} gradients for message {number}, and brings "
+                f"{len(rest)} for {absent.count(0)} places."
+            )
+        present = iter(rest)
+        message = Gradient(
+            Options.from_bits(bits),
+            History(over, numbers),
+            bool(bits & _ENGAGES),
+            number,
+            [None if gone else next(present) for gone in absent],
+            bool(bits & _ACKNOWLEDGES),
+        )
     elif kind == _ACK:
         message = Ack()
     elif kind == _BEGIN:
-        bits, over, failed = body
-        message = Begin(Options.from_bits(bits), History(over, failed))
+        message = Begin(Options.from_bits(bits), History(over, numbers))
     elif kind == _ABSENT:
-        message = Absent(body[0])
+        message = Absent(numbers)
     elif kind == _FAIL:
-        message = Fail(Failure(*body))
+        message = Fail(Failure(number, *rest))
     else:
         raise AutogradError(f"A message of the unknown kind {kind} came for pass {pass_id}.")
     return context_id, pass_id, message
+
+
+_MESSAGE_KINDS = ("begin", "gradient", "absent", "ack", "fail")
+
+
+def kind_of(payload: tuple[Any, ...]) -> str:
+    """What a payload is, for those who only count or show messages."""
+    return _MESSAGE_KINDS[payload[0][0]]

@@ -3,7 +3,8 @@
 There is no thread of its own. Whoever brings an event while nobody drives becomes the driver: it
 handles the event, runs the engine as far as it goes, and leaves. Events that come while someone
 drives are put in the inbox; the driver takes them when it is done, or from inside the engine, where
-it waits for just that. The caller of `backward` drives its own part and stays until the end.
+it waits for just that. The caller of `backward` drives first, and then waits: what comes is handled
+by the thread that reads it, without waking anyone, until the pass is over.
 
 Only the driver touches the core and the run, so neither needs a lock. The inbox has one.
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from telegrad.autograd.backward import Part, Post, check_gradients
+from telegrad.autograd.backward import Part, Post, check_gradients, merge_ack
 from telegrad.autograd.context import Context, RecvRecord, SendRecord, worker_of, working_in
 from telegrad.autograd.errors import AutogradError, BadGradient, PassFailed, UnusedResult
 from telegrad.autograd.local import Run
@@ -66,7 +67,19 @@ class Abandon:
     reason: str
 
 
-Event = Message | Lost | Missed | Abandon
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The initiator of a FAST pass has waited long."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stopped:
+    """The caller of `backward` does not wait any more."""
+
+    error: BaseException
+
+
+Event = Message | Lost | Missed | Abandon | Stalled | Stopped
 
 
 class Abandoned(Exception):
@@ -90,12 +103,21 @@ class Participant:
         self._part: Part | None = None
         self._run: Run | None = None
         self._partners: frozenset[int] = frozenset()
+        self._held: list[Post] = []
         self._early: list[tuple[int, Absent]] = []
         self._sends: dict[int, SendRecord] = {}
         self._peer_of_recv: dict[int, int] = {}
         self._resolved = 0
         self._error: BaseException | None = None
         self._active = False
+        self._deadline = math.inf
+        self._timeout: float | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is going on here that anyone would have to be told to stop."""
+        part = self._part
+        return not self._driving and part is not None and part.ended
 
     # For the initiator.
 
@@ -107,47 +129,70 @@ class Participant:
         timeout: float | None = None,
     ) -> None:
         """Run the whole pass; returns when it is over on every worker."""
-        runtime = self._node.runtime
-        deadline = math.inf if timeout is None else runtime.now() + timeout
+        if timeout is not None:
+            self._timeout, self._deadline = timeout, self._node.runtime.now() + timeout
         try:
             part = self._join(options, history, roots)
             self._advance()
-            while part.failure is None and not part.ended:
-                self._await_news(part, deadline - runtime.now(), timeout)
-                self._advance()
-            self._raise_failure()
         except BaseException as error:
             self._fail(error)
             raise
         finally:
-            with self._condition:
-                self._driving = False
-                self._inbox.clear()
             self._clean_up()
+            self._drive()
+        try:
+            self._await_end(part)
+        except BaseException as error:
+            self.deliver(self._worker, Stopped(error))
+            raise
+        self._raise_failure(part)
 
-    def _await_news(self, part: Part, left: float, timeout: float | None) -> None:
-        patience = self._service.stall_time if part.muted else math.inf
-        until = min(left, patience)
-        batch = self._next(None if until == math.inf else until)
-        self._handle_all(batch)
-        if batch:
-            return
-        if until == left:
-            raise CallTimeout(
-                f"backward in context {self.context.id} did not end in {timeout} s. It waits for "
-                f"the workers {sorted(map(self._node.members.name, self._partners))}."
-            )
-        self._send(part.probe(self._partners))
+    def _await_end(self, part: Part) -> None:
+        """Wait while those who bring messages drive."""
+        runtime = self._node.runtime
+        while not self._has_ended(part, min(self._deadline, runtime.now() + self._patience(part))):
+            if runtime.now() >= self._deadline:
+                raise self._too_late()
+            self.deliver(self._worker, Stalled())
 
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise self._error
-        failure = self._part.failure if self._part is not None else None
+    def _too_late(self) -> CallTimeout:
+        partners = sorted(map(self._node.members.name, self._partners))
+        return CallTimeout(
+            f"backward in context {self.context.id} did not end in {self._timeout} s. It waits "
+            f"for the workers {partners}."
+        )
+
+    def _patience(self, part: Part) -> float:
+        return self._service.stall_time if part.muted else math.inf
+
+    def _has_ended(self, part: Part, until: float) -> bool:
+        """Wait for the end, but not longer than that."""
+        runtime = self._node.runtime
+        if not (part.ended or part.failure is not None):
+            self._node.transport.blocking()
+        with self._condition:
+            while self._driving or not (part.ended or part.failure is not None):
+                left = until - runtime.now()
+                if left <= 0:
+                    return False
+                self._condition.wait(None if left == math.inf else left)
+            return True
+
+    def _raise_failure(self, part: Part) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # Its traceback knows this frame: without this the two would keep each other.
+                del error
+        failure = part.failure
         if failure is not None:
-            error = PassFailed(f"Error on Node {failure.worker}: {failure.message}")
-            raise error from RemoteTraceback(failure.worker_name, failure.traceback)
+            raise PassFailed(
+                f"Error on Node {failure.worker}: {failure.message}"
+            ) from RemoteTraceback(failure.worker_name, failure.traceback)
 
-    # For everyone else.
+    # For everyone.
 
     def deliver(self, sender: int, event: Event) -> None:
         """Something happened. If nobody drives, the calling thread does."""
@@ -157,23 +202,30 @@ class Participant:
                 self._condition.notify_all()
                 return
             self._driving = True
+        self._drive()
+
+    def _drive(self) -> None:
         while True:
             with self._condition:
                 batch, self._inbox = self._inbox, []
                 if not batch:
                     self._driving = False
+                    self._condition.notify_all()
                     return
             self._handle_all(batch)
             self._advance()
             self._clean_up()
-            # Its traceback holds the graph, and the others have been told.
-            self._error = None
 
     # Outlet of the run: called from inside the engine.
 
     def gradient(self, message: int, gradients: Sequence[Tensor | None]) -> None:
         assert self._part is not None
-        self._send(self._part.gradient(self._peer_of_recv[message], message, gradients))
+        assert self._run is not None
+        posts = self._part.gradient(self._peer_of_recv[message], message, gradients)
+        if self._run.brief:
+            self._held += posts
+        else:
+            self._send(posts)
 
     def absent(self, message: int) -> None:
         assert self._part is not None
@@ -182,7 +234,7 @@ class Participant:
     def wait(self, source: Source) -> None:
         part = self._part
         assert part is not None
-        self._send(part.rest(self._partners))
+        self._send(self._take_held() + part.rest(self._partners))
         before = self._resolved
         while self._resolved == before:
             batch = self._next(PATIENCE)
@@ -191,6 +243,23 @@ class Participant:
             self._handle_all(batch)
             if part.failure is not None:
                 raise Abandoned
+
+    def wait_enclosed(self, source: Source) -> None:
+        part = self._part
+        assert part is not None
+        self._send(part.rest(self._partners))
+        runtime = self._node.runtime
+        while source.state is State.PENDING:
+            patience = self._patience(part)
+            until = min(self._deadline, runtime.now() + patience)
+            batch = self._next(None if until == math.inf else until - runtime.now())
+            self._handle_all(batch)
+            if part.failure is not None:
+                raise Abandoned
+            if runtime.now() >= self._deadline:
+                raise self._too_late()
+            if not batch:
+                self._send(part.probe(self._partners))
 
     def _next(self, timeout: float | None) -> list[tuple[int, Event]]:
         """The events that came; none if the time is up."""
@@ -237,12 +306,14 @@ class Participant:
 
     def _handle_inside(self, part: Part, sender: int, event: Event) -> None:
         match event:
-            case Gradient(_, _, engages, message, gradients):
+            case Gradient(_, _, engages, message, gradients, acknowledges):
                 if engages:
                     self._send(part.engage(sender))
                 else:
                     part.overtook(sender)
                 self._resolve(part, sender, message, gradients)
+                if acknowledges:
+                    part.acknowledged()
             case Begin():
                 self._send(part.begin(sender, self._partners))
             case Absent(messages):
@@ -259,6 +330,10 @@ class Participant:
                     raise self._lost_error(worker, reason)
             case Abandon(reason):
                 self._abandon(part, reason)
+            case Stalled():
+                self._send(part.probe(self._partners))
+            case Stopped(error):
+                self._fail(error)
 
     def _lost_error(self, worker: int, reason: str) -> WorkerLost:
         name = self._node.members.name(worker)
@@ -282,13 +357,14 @@ class Participant:
             if worker in self._partners:
                 raise self._lost_error(worker, reason)
         sources = [] if roots is None else [_root_source(roots)]
-        sources += [Source(r.message, r.node.next_functions, r.node, r.peer) for r in sends]
+        sources += [Source(r.message, r.edges, r.node, r.peer) for r in sends]
         self._run = Run(
             sources,
             {record.message: record.count for record in recvs},
             self,
             retain_graph=options.retain_graph,
             create_graph=options.create_graph,
+            enclosures=self.context.enclosures,
         )
         early, self._early = self._early, []
         for sender, event in early:
@@ -341,11 +417,11 @@ class Participant:
                 self._run_engine(run, part)
         except Abandoned:
             return
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
             return
-        self._send(part.rest(self._partners))
-        self._send(part.report())
+        posts = self._take_held() + part.rest(self._partners)
+        self._send(merge_ack(posts, part.report()))
 
     def _run_engine(self, run: Run, part: Part) -> None:
         with working_in(self.context):
@@ -359,6 +435,10 @@ class Participant:
         part.complete = True
         self._retire()
 
+    def _take_held(self) -> list[Post]:
+        held, self._held = self._held, []
+        return held
+
     def _send(self, posts: list[Post]) -> None:
         for post in posts:
             self._service.post(self.context, self.pass_id, post)
@@ -368,7 +448,9 @@ class Participant:
     def _fail(self, error: BaseException) -> None:
         if self._part is not None and self._part.failure is not None:
             return
-        self._error = error
+        if worker_of(self.pass_id) == self._worker:
+            # Elsewhere nobody raises it, and its traceback would hold the graph.
+            self._error = error
         self._flood(Failure.of(error, self._worker, self._node.info.name), None)
 
     def _flood(self, failure: Failure, sender: int | None) -> None:
@@ -380,8 +462,9 @@ class Participant:
 
     def _abandon(self, part: Part, reason: str) -> None:
         if not part.ended:
-            self._error = AutogradError(reason)
-            part.fail(Failure.of(self._error, self._worker, self._node.info.name), (), None)
+            error = AutogradError(reason)
+            part.fail(Failure.of(error, self._worker, self._node.info.name), (), None)
+            self._error = error
 
     def _clean_up(self) -> None:
         if self._part is not None and self._part.failure is not None:

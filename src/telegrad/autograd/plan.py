@@ -19,7 +19,7 @@ The walk is the only part of a pass that spends Python on every node. Keep it le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from telegrad.autograd import torch_private
 from telegrad.autograd.crossing import RecvNode, engine_thread
+from telegrad.autograd.enclosed import Enclosure
 from telegrad.autograd.errors import AutogradError
 
 Edge = tuple[Any, int]
@@ -94,6 +95,8 @@ class Stages:
     masks: dict[Any, int]
     levels: frozenset[int]
     cuts: dict[Any, list[tuple[int, Any, int]]]
+    enclosing: dict[Any, int]
+    """Nodes that enclose calls, with the newest of these."""
     hooked_leaves: bool
     gate: Tensor | None
     entered: int = 0
@@ -107,7 +110,9 @@ class Stages:
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
-def form_groups(sources: Sequence[Source]) -> tuple[list[Group], dict[Any, int]]:
+def form_groups(
+    sources: Sequence[Source], enclosing: Mapping[Any, Enclosure] | None = None
+) -> tuple[list[Group], dict[Any, int]]:
     """Group the sources that meet. Also the owner of each node: while that dictionary lives, the
     Python objects of nodes stay the same, and can be used as keys."""
     parent = list(range(len(sources)))
@@ -122,6 +127,7 @@ def form_groups(sources: Sequence[Source]) -> tuple[list[Group], dict[Any, int]]
     leaf_owner: dict[Any, int] = {}
     reached: list[tuple[dict[Any, None], list[Any]]] = []
     leaf_type, recv_type = LeafNode, RecvNode
+    enclosing = enclosing or {}
     for k, source in enumerate(sources):
         leaves: dict[Any, None] = {}
         recvs: list[Any] = []
@@ -137,6 +143,10 @@ def form_groups(sources: Sequence[Source]) -> tuple[list[Group], dict[Any, int]]
                         parent[find(owner[node])] = find(k)
                     continue
                 kind = type(node)
+                if kind is leaf_type and node in enclosing:
+                    owner[node] = k
+                    recvs += enclosing[node].recvs
+                    continue
                 if kind is leaf_type:
                     if node not in leaves:
                         leaves[node] = None
@@ -149,6 +159,11 @@ def form_groups(sources: Sequence[Source]) -> tuple[list[Group], dict[Any, int]]
                     recvs.append(node)
                 else:
                     push(node.next_functions)
+    for leaf, enclosure in enclosing.items():
+        if leaf in owner:
+            for k, source in enumerate(sources):
+                if source.message > enclosure.newest and source.node is not None:
+                    parent[find(k)] = find(owner[leaf])
     groups: dict[int, Group] = {}
     for k, source in enumerate(sources):
         group = groups.setdefault(find(k), Group())
@@ -160,9 +175,10 @@ def form_groups(sources: Sequence[Source]) -> tuple[list[Group], dict[Any, int]]
     return list(groups.values()), owner
 
 
-def make_stages(group: Group) -> Stages:
+def make_stages(group: Group, enclosing: Mapping[Any, Enclosure] | None = None) -> Stages:
     """Prepare a group to run before all its sources are resolved."""
-    masks, children = _masks(group)
+    enclosing = enclosing or {}
+    masks, children, nodes = _masks(group, enclosing)
     hooked = any(torch_private.tensor_hooks(leaf.variable) for leaf in group.leaves)
     everything = (1 << len(group.sources)) - 1
     # What needs all sources is never followed by a wait, so nothing that leaves it must be kept;
@@ -174,14 +190,19 @@ def make_stages(group: Group) -> Stages:
         if masks[node] != last and (cut := _cut(edges, masks, masks[node], group.leaves))
     }
     levels = frozenset(mask for node, mask in masks.items() if node not in group.leaves)
-    _lift_above_sends(group, children)
-    stages = Stages(masks, levels, cuts, hooked, _make_gate(group))
+    _lift_above_sends(len(group.sources) + len(nodes), children)
+    stages = Stages(masks, levels, cuts, nodes, hooked, _make_gate(group))
     group.stages = stages
     return stages
 
 
-def _masks(group: Group) -> tuple[dict[Any, int], dict[Any, Sequence[Edge]]]:
-    """Which sources reach each node, in one sweep from the sources down."""
+def _masks(
+    group: Group, enclosing: Mapping[Any, Enclosure]
+) -> tuple[dict[Any, int], dict[Any, Sequence[Edge]], dict[Any, int]]:
+    """Which sources reach each node, in one sweep from the sources down.
+
+    A node that encloses calls counts as reached by every source that was made later.
+    """
     children: dict[Any, Sequence[Edge]] = {}
     incoming: dict[Any, int] = {}
     recv_type = RecvNode
@@ -197,7 +218,11 @@ def _masks(group: Group) -> tuple[dict[Any, int], dict[Any, Sequence[Edge]]]:
             if type(node) is not recv_type and node not in group.leaves:
                 edges = children[node] = node.next_functions
                 stack.append(edges)
-    masks: dict[Any, int] = {}
+    nodes = _enclosing_nodes(children, enclosing) if enclosing else {}
+    masks: dict[Any, int] = {
+        node: sum(s.bit for s in group.sources if s.message > newest)
+        for node, newest in nodes.items()
+    }
     ready = [(source.bit, source.edges) for source in group.sources]
     while ready:
         mask, edges = ready.pop()
@@ -208,7 +233,21 @@ def _masks(group: Group) -> tuple[dict[Any, int], dict[Any, Sequence[Edge]]]:
             incoming[node] -= 1
             if not incoming[node] and node in children:
                 ready.append((merged, children[node]))
-    return masks, children
+    for leaf, enclosure in enclosing.items():
+        if leaf in masks:
+            masks.update(dict.fromkeys(enclosure.recvs, masks[leaf]))
+    return masks, children, nodes
+
+
+def _enclosing_nodes(
+    children: dict[Any, Sequence[Edge]], enclosing: Mapping[Any, Enclosure]
+) -> dict[Any, int]:
+    return {
+        node: enclosing[child].newest
+        for node, edges in children.items()
+        for child, _ in edges
+        if child in enclosing
+    }
 
 
 def _cut(
@@ -221,12 +260,12 @@ def _cut(
     ]
 
 
-def _lift_above_sends(group: Group, nodes: dict[Any, Sequence[Edge]]) -> None:
+def _lift_above_sends(count: int, nodes: dict[Any, Sequence[Edge]]) -> None:
     """Sends wait in the order 1..n of the queue; every other node must come before them.
 
     Sequence numbers count per thread, so the nodes of a young thread begin with small ones.
     """
-    lowest = len(group.sources) + 1
+    lowest = count + 1
     for node in nodes:
         if torch_private.sequence_number(node) < lowest:
             torch_private.set_sequence_number(node, lowest)

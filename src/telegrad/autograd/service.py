@@ -115,7 +115,8 @@ class Autograd:
         for pass_id in failed:
             context.discard(pass_id)
         for participant in gone:
-            participant.deliver(self.node.info.id, Abandon("The pass is over."))
+            if not participant.idle:
+                participant.deliver(self.node.info.id, Abandon("The pass is over."))
         context.commit(context.passes.is_over)
 
     def missed(self, context: Context, passes: list[int], record: RecvRecord) -> None:

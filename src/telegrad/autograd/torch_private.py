@@ -16,12 +16,14 @@ that says what changed, instead of giving wrong gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+_engine: Any = torch.autograd.Variable._execution_engine
 _compiled_autograd = torch._C._dynamo.compiled_autograd
 
 FIRST = 1 << 62
@@ -136,6 +138,32 @@ class eager_engine:
         if self._compiler[0] is not None:
             _compiled_autograd.set_autograd_compiler(*self._compiler)
         torch._C._set_multithreading_enabled(self._threads)
+
+
+def run_engine(
+    roots: Sequence[tuple[tuple[Node, int], torch.Tensor]],
+    inputs: Sequence[GradientEdge | torch.Tensor],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` from edges with known gradients, on this thread.
+
+    The public function checks shapes again and looks for functorch and tensor subclasses; that
+    costs as much as a small graph. The engine itself refuses gradients that do not fit.
+    """
+    with eager_engine():
+        torch._C._stash_obj_in_tls("context", copy_context())
+        results: tuple[torch.Tensor | None, ...] = _engine.run_backward(
+            tuple([GradientEdge(node, index) for (node, index), _ in roots]),
+            tuple([gradient for _, gradient in roots]),
+            retain_graph,
+            create_graph,
+            tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+    return results
 
 
 def drop_queued_tasks() -> None:

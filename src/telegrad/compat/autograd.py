@@ -9,6 +9,7 @@ from torch import Tensor
 from telegrad.autograd import api as native
 from telegrad.autograd.api import autograd_of, require_context, retrieve_context
 from telegrad.autograd.context import COUNTER_MASK, WORKER_SHIFT, Context, refuse_nested, working_in
+from telegrad.rpc.errors import TelegradError
 
 __all__ = ["context", "is_available"]
 
@@ -57,7 +58,7 @@ def _release_context(context_id: int) -> None:
     autograd_of().release(context_id)
 
 
-class context:  # noqa: N801
+class context:
     """Calls made in this block are recorded for `backward`; gives the id of the context."""
 
     def __enter__(self) -> int:
@@ -69,7 +70,16 @@ class context:  # noqa: N801
 
 
 def backward(context_id: int, roots: list[Tensor], retain_graph: bool = False) -> None:
-    native.backward(context_id, roots, retain_graph)
+    """Compute the gradients of `roots` on every worker that had a part in making them.
+
+    What a function raises on this worker is told as it is told of others: with the worker.
+    """
+    try:
+        native.backward(context_id, roots, retain_graph)
+    except (TelegradError, TypeError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"Error on Node {autograd_of().node.info.id}: {error}") from error
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
@@ -89,7 +99,8 @@ def _is_valid_context(context_id: int) -> None:
 
 
 def _get_max_id() -> int:
-    return (autograd_of().node.info.id << WORKER_SHIFT) + COUNTER_MASK
+    worker: int = autograd_of().node.info.id
+    return (worker << WORKER_SHIFT) + COUNTER_MASK
 
 
 def _get_debug_info() -> dict[str, str]:

@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.futures
 
+from telegrad.autograd.crossing import RecvNode, SendNode
 from telegrad.rpc.node import find_node
 
 _lock = threading.RLock()
-_changes: list[tuple[dict[str, Any], str, Any]] = []
+_undo: list[Callable[[], None]] = []
 _ABSENT = object()
 
 
 def is_installed() -> bool:
     """Whether torch's distributed modules are telegrad's in this process."""
-    return bool(_changes)
+    return bool(_undo)
 
 
 def install() -> None:
@@ -56,6 +58,10 @@ def install() -> None:
         _replace_names(stock.c_rpc, rpc, rpc.api)
         _replace_names(stock.c_autograd, autograd)
         _set(vars(torch.futures), "wait_all", futures.wait_all)
+        _rename(SendNode, "torch::distributed::autograd::SendRpcBackward")
+        _rename(RecvNode, "torch::distributed::autograd::RecvRpcBackward")
+        # Torch compiles these optimizers with TorchScript, which calls the C++ of stock autograd.
+        _set(vars(stock.optimizer), "functional_optim_map", {})
 
 
 def uninstall() -> None:
@@ -66,12 +72,8 @@ def uninstall() -> None:
                 "Telegrad's RPC runs in this process: call torch.distributed.rpc.shutdown() "
                 "before telegrad.compat.uninstall()."
             )
-        while _changes:
-            namespace, name, old = _changes.pop()
-            if old is _ABSENT:
-                namespace.pop(name, None)
-            else:
-                namespace[name] = old
+        while _undo:
+            _undo.pop()()
 
 
 def _replacements(rpc: ModuleType, autograd: ModuleType) -> dict[str, ModuleType]:
@@ -141,5 +143,20 @@ def _replace_names(target: ModuleType, *sources: ModuleType) -> None:
 
 
 def _set(namespace: Any, name: str, value: Any) -> None:
-    _changes.append((namespace, name, namespace.get(name, _ABSENT)))
+    old = namespace.get(name, _ABSENT)
+
+    def restore() -> None:
+        if old is _ABSENT:
+            namespace.pop(name, None)
+        else:
+            namespace[name] = old
+
+    _undo.append(restore)
     namespace[name] = value
+
+
+def _rename(cls: type, name: str) -> None:
+    """Autograd nodes report the name of their class."""
+    old = cls.__name__
+    _undo.append(lambda: setattr(cls, "__name__", old))
+    cls.__name__ = name

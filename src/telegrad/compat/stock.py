@@ -1,13 +1,15 @@
 """Stock torch as it is before anything is replaced: the one file that names its private parts.
 
 Import this before `install` swaps modules; from then on these names still lead to the originals.
-What is taken over as it is: plain data (options, enums, namedtuples, constants) and the RPC pickler,
-whose table of tensors has a form that user code relies on.
+What is taken over as it is: plain data (options, enums, namedtuples, constants) and the RPC
+pickler, whose table of tensors has a form that user code relies on.
 """
 
 from __future__ import annotations
 
+import io
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed.autograd as autograd
@@ -20,6 +22,12 @@ from torch._C._distributed_rpc import (
     RpcBackendOptions,
     _TensorPipeRpcBackendOptionsBase,
 )
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,
+    _create_store_from_options,
+    rendezvous,
+)
 from torch.distributed.rpc import (
     api,
     backend_registry,
@@ -27,8 +35,6 @@ from torch.distributed.rpc import (
     functions,
     internal,
     options,
-    rref_proxy,
-    server_process_global_profiler,
 )
 from torch.distributed.rpc.backend_registry import BackendValue
 from torch.distributed.rpc.internal import (
@@ -36,7 +42,6 @@ from torch.distributed.rpc.internal import (
     RemoteException,
     RPCExecMode,
     _build_rpc_profiling_key,
-    _InternalRPCPickler,
     _start_record_function,
 )
 from torch.distributed.rpc.options import TensorPipeRpcBackendOptions
@@ -53,20 +58,33 @@ MODULES: dict[str, ModuleType] = {
 }
 """Those that `install` replaces, by name."""
 
-wait_all = torch.futures.wait_all
+RecursiveScriptModule: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
+RpcPickler: Any = internal._InternalRPCPickler
 
 
-def script_function_name(function: torch.jit.ScriptFunction) -> str:
+def script_function_name(function: torch.jit.ScriptFunction[Any, Any]) -> str:
     """The name under which torch keeps a compiled function."""
     return str(torch._jit_internal._qualified_name(function))
 
 
-def script_function(name: str) -> torch.jit.ScriptFunction:
+def script_function(name: str) -> torch.jit.ScriptFunction[Any, Any]:
     """The compiled function of that name in this process."""
-    found = torch.jit._state._python_cu.find_function(name)
+    found: torch.jit.ScriptFunction[Any, Any] | None = torch.jit._state._python_cu.find_function(
+        name
+    )
     if found is None:
         raise AttributeError(f"no TorchScript function {name} has been compiled on this worker")
     return found
+
+
+def load_script_module(data: io.BytesIO) -> Any:
+    return torch.jit.load(data)  # type: ignore[no-untyped-call]
+
+
+def open_store(options: RpcBackendOptions, rank: int) -> Store:
+    """The store of a job without a world size."""
+    store: Store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
+    return store
 
 
 def is_cpu_only(maps: dict[str, dict[torch.device, torch.device]]) -> bool:
@@ -78,31 +96,29 @@ def is_cpu_only(maps: dict[str, dict[torch.device, torch.device]]) -> bool:
 __all__ = [
     "MODULES",
     "BackendValue",
+    "PrefixStore",
     "PythonUDF",
     "RPCExecMode",
+    "RecursiveScriptModule",
     "RemoteException",
     "RpcBackendOptions",
+    "RpcPickler",
+    "Store",
     "TensorPipeRpcBackendOptions",
-    "_InternalRPCPickler",
     "_TensorPipeRpcBackendOptionsBase",
     "_build_rpc_profiling_key",
     "_start_record_function",
-    "api",
-    "autograd",
-    "backend_registry",
     "c_autograd",
     "c_rpc",
     "constants",
-    "functions",
     "internal",
     "is_cpu_only",
+    "load_script_module",
+    "open_store",
     "optimizer",
     "options",
     "remote_module",
-    "rpc",
-    "rref_proxy",
+    "rendezvous",
     "script_function",
     "script_function_name",
-    "server_process_global_profiler",
-    "wait_all",
 ]

@@ -81,7 +81,7 @@ class HostedModule:
             dtype, device = conversions[tensor.dtype]
             return tensor.to(device or tensor.device, dtype)
 
-        self.module._apply(converted)
+        self.module._apply(converted)  # type: ignore[no-untyped-call]
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.module.zero_grad(set_to_none)

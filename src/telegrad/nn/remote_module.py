@@ -17,6 +17,8 @@ arrived. `remote.run(register, ...)` registers hooks where the module lives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
@@ -27,6 +29,18 @@ from telegrad.nn.hosted import HostedModule, host
 from telegrad.nn.lazy import Lazy
 from telegrad.rpc import CallFuture, RRef, WorkerInfo, rpc_sync
 from telegrad.wire.codec import extend
+
+_left_out: ContextVar[bool] = ContextVar("remote modules are left out", default=False)
+
+
+@contextmanager
+def leaving_out_remote_modules() -> Iterator[None]:
+    """In this block the state of a module is that of its local parts."""
+    token = _left_out.set(True)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
 
 
 class RemoteModule(nn.Module):
@@ -118,6 +132,8 @@ class RemoteModule(nn.Module):
     ) -> dict[str, Any]:
         """Copies of the module's state, under the names that it would have here."""
         found = {} if destination is None else destination
+        if _left_out.get():
+            return found
         for name, value in self._ask.state_dict().items():
             found[prefix + name] = value
         return found
@@ -137,6 +153,8 @@ class RemoteModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if _left_out.get():
+            return
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         part = {n.removeprefix(prefix): v for n, v in state_dict.items() if n.startswith(prefix)}
         try:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from telegrad.autograd.api import autograd_of
+from telegrad.autograd.leaves import add
 from telegrad.optim.errors import OptimizerError
 from telegrad.optim.treatment import Treatment, all_finite, norms, treat
 from telegrad.rpc import RRef, get_worker_info
@@ -73,7 +74,7 @@ class OwnedOptimizer:
         self._members: list[Member] = []
         self._parameters: list[Tensor] = []
         self._groups: list[int] = []
-        self._accumulated: dict[int, Tensor] = {}
+        self._accumulated: dict[int, Tensor] = {}  # by place in _parameters
         self._undo: Undo | None = None
         local = [self._join(group) for group in groups]
         self._optimizer = make_optimizer(local, *args, **kwargs)
@@ -99,8 +100,9 @@ class OwnedOptimizer:
             )
         return value
 
-    def add_group(self, group: Group) -> None:
+    def add_group(self, group: Group) -> dict[int, Options]:
         self._optimizer.add_param_group(self._join(group))
+        return self.options()
 
     def options(self) -> dict[int, Options]:
         """What the optimizer made of the options of each group."""
@@ -140,8 +142,7 @@ class OwnedOptimizer:
         if context_id is not None:
             for place, gradient in self._of_context(context_id).items():
                 total[place] = _sum(total.get(place), gradient)
-        treated = treat(total.values(), treatments)
-        return {place: treated[i] for i, place in enumerate(sorted(total, key=list(total).index))}
+        return dict(zip(total, treat(total.values(), treatments), strict=True))
 
     def _of_context(self, context_id: int) -> dict[int, Tensor]:
         context = autograd_of().container.find(context_id)
@@ -266,14 +267,26 @@ class OwnedOptimizer:
 
 
 def _sum(total: Tensor | None, gradient: Tensor) -> Tensor:
-    return gradient if total is None else total + gradient
+    both = add(total, gradient)
+    assert both is not None
+    return both
 
 
-def own_optimizer(
+@dataclass(frozen=True, slots=True)
+class Founded:
+    """A part that was made: a reference to it, and what torch made of its options."""
+
+    part: RRef[OwnedOptimizer]
+    options: dict[int, Options]
+    defaults: Options
+
+
+def found_part(
     make_optimizer: MakeOptimizer,
     groups: Sequence[Group],
     args: tuple[Any, ...],
     kwargs: Options,
-) -> RRef[OwnedOptimizer]:
-    """On the owner: make its part, and a reference to it."""
-    return RRef(OwnedOptimizer(make_optimizer, groups, args, kwargs))
+) -> Founded:
+    """On the owner: make its part of the optimizer."""
+    part = OwnedOptimizer(make_optimizer, groups, args, kwargs)
+    return Founded(RRef(part), part.options(), part.defaults())

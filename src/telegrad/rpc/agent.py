@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -19,7 +20,8 @@ from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import WorkerLost
 from telegrad.rpc.incoming import Incoming
 from telegrad.rpc.loopback import Loopback
-from telegrad.rpc.meeting import Meeting, Visitor, greet, meet
+from telegrad.rpc.meeting import CutShort, Meeting, Visit, Visitor, greet, meet
+from telegrad.rpc.members import Member
 from telegrad.rpc.node import Node, Reply, report_background_error
 from telegrad.rpc.outgoing import Outgoing
 from telegrad.rpc.runtime import Threads
@@ -34,6 +36,7 @@ from telegrad.wire.link import Link, LinkClosed
 from telegrad.wire.session import SessionError
 
 MAX_GREETINGS = 256
+PAUSE_BEFORE_RETRY = 0.05
 READABLE_ALWAYS = 0x001
 
 
@@ -183,8 +186,8 @@ class Agent:
             member = self.node.members.member(worker)
             session = secrets.token_hex(16)
             try:
-                visit = meet(self._meeting, self.node.info, member, session, 0, "calls")
-            except (Unreachable, HandshakeError, OSError) as error:
+                visit = self._meet(member, session)
+            except OSError as error:
                 self.lose(worker, f"it cannot be reached ({error})")
                 raise WorkerLost(f"worker {member.info.name!r} cannot be reached") from error
             link = Link(visit.stream, arena=visit.arena, view=visit.view, freed=visit.freed)
@@ -195,6 +198,17 @@ class Agent:
                     raise WorkerLost(f"worker {member.info.name!r} is gone")
                 self._outgoing[worker] = made
             return made
+
+    def _meet(self, member: Member, session: str) -> Visit:
+        """Connect; again, if the connection is cut before the two have met."""
+        until = self.node.runtime.now() + self._liveness
+        while True:
+            try:
+                return meet(self._meeting, self.node.info, member, session, 0, "calls")
+            except CutShort:
+                if self.node.runtime.now() > until:
+                    raise
+                time.sleep(PAUSE_BEFORE_RETRY)
 
     def _accept(self, listener: socket.socket, events: int) -> None:
         while True:
@@ -314,7 +328,7 @@ class Agent:
                 if is_dead(error) or self.node.runtime.now() > until:
                     self.lose(worker, f"{reason}, and its process does not answer any more")
                     return
-                threading.Event().wait(0.05)
+                time.sleep(PAUSE_BEFORE_RETRY)
 
     def incoming_broke(self, incoming: Incoming, reason: str) -> None:
         """The caller has to mend this link. If its process is gone, nobody will."""

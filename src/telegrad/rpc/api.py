@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -13,6 +14,8 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.closing import Closing
 from telegrad.rpc.errors import NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
+from telegrad.rpc.meeting import Meeting
+from telegrad.rpc.members import Members
 from telegrad.rpc.node import DEFAULT_TIMEOUT, Node, current_node, find_node, set_process_node
 from telegrad.rpc.rendezvous import Rendezvous, open_store
 from telegrad.rpc.rref import RRef, remote_reference
@@ -25,6 +28,7 @@ To = str | int | WorkerInfo
 Args = tuple[Any, ...] | list[Any]
 
 LIVENESS = 5.0
+PAUSE = 0.005
 _starting = threading.Lock()
 
 
@@ -38,6 +42,7 @@ def init_rpc(
     key: bytes | None = None,
     host: str | None = None,
     plaintext: bool = False,
+    transports: Collection[str] = ("unix", "tcp"),
     trust: str = "code",
     rpc_timeout: float = DEFAULT_TIMEOUT,
     join_timeout: float = 60.0,
@@ -51,7 +56,8 @@ def init_rpc(
 
     `key` is the job's secret; by default it is taken from TELEGRAD_KEY_FILE or TELEGRAD_KEY, and a
     job that has none makes one that works for this user on this host. `host` is the address at
-    which other hosts reach this worker; without it nothing listens but a Unix socket.
+    which other hosts reach this worker; without it nothing listens but a Unix socket. `transports`
+    says where it listens at all: with `("tcp",)` it is called over TCP on its own host, too.
 
     `rpc_timeout` bounds every call that does not say otherwise, in seconds (0: no bound);
     `liveness` is how long a broken connection may take to come back before its worker counts as
@@ -63,25 +69,52 @@ def init_rpc(
             raise TelegradError(
                 "RPC is already initialized in this process: call telegrad.rpc.shutdown() first"
             )
+        trusted = _check_options(trust, transports, host)
         if store is None:
             store, rank, world_size = open_store(init_method, rank, world_size, join_timeout)
         visit = Rendezvous(store, name, rank, world_size, join_timeout)
-        meeting = visit.prepare(JobKey(key) if key is not None else None, host, plaintext)
         try:
-            members = visit.join(meeting)
+            meeting, members = _enter(visit, key, host, plaintext, transports)
         except BaseException:
-            meeting.close()
+            visit.leave()
             raise
         threads = Threads()
         runtime = ThreadRuntime(threads)
-        node = Node(visit.info, members, runtime, trust=Trust[trust.upper()], timeout=rpc_timeout)
+        node = Node(visit.info, members, runtime, trust=trusted, timeout=rpc_timeout)
         agent = Agent(node, threads, meeting, liveness)
         node.transport = runtime.transport = agent
         node.services["closing"] = Closing(node)
         node.services["store"] = store
+        node.services["rendezvous"] = visit
         node.services["static"] = world_size is not None
         set_process_node(node)
         agent.start()
+
+
+def _check_options(trust: str, transports: Collection[str], host: str | None) -> Trust:
+    unknown = sorted(set(transports) - {"unix", "tcp"})
+    if isinstance(transports, str) or unknown or not transports:
+        raise ValueError(f"transports={transports!r}: give some of ('unix', 'tcp')")
+    if "unix" not in transports and host is None:
+        raise ValueError("a worker that is called over TCP only needs an address: give host=")
+    if trust not in ("code", "data"):
+        raise ValueError(f"trust={trust!r}: it is 'code' or 'data'")
+    return Trust(trust)
+
+
+def _enter(
+    visit: Rendezvous,
+    key: bytes | None,
+    host: str | None,
+    plaintext: bool,
+    transports: Collection[str],
+) -> tuple[Meeting, Members]:
+    meeting = visit.prepare(JobKey(key) if key is not None else None, host, plaintext, transports)
+    try:
+        return meeting, visit.join(meeting)
+    except BaseException:
+        meeting.close()
+        raise
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -103,17 +136,18 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
             node.values.bury()
             node.values.release_all()
     finally:
+        node.services["rendezvous"].leave()
         set_process_node(None)
         agent.close()
         agent.threads.close()
 
 
 def _await_own_calls(node: Node, timeout: float) -> None:
-    until = node.runtime.now() + timeout if timeout > 0 else None
-    for pending in node.calls.all():
-        if until is not None and node.runtime.now() > until:
-            return
-        node.transport.wait(pending)
+    until = node.runtime.now() + timeout if timeout > 0 else math.inf
+    pause = node.runtime.condition()
+    with pause:
+        while node.calls.total() and node.runtime.now() < until:
+            pause.wait(PAUSE)
 
 
 @atexit.register

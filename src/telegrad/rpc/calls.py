@@ -11,12 +11,13 @@ thread: unpacking may run user code, and no thread that serves others may be hel
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
 from threading import Lock
 
-from telegrad.rpc.errors import CallTimeout, TelegradError
+from telegrad.rpc.errors import CallTimeout, RemoteError, TelegradError
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.frames import Frame
 
@@ -79,6 +80,27 @@ class Pending:
 
     def describe(self) -> str:
         return f"{describe_target(self.target)} on worker {self.callee.name!r}"
+
+
+def afresh(error: BaseException) -> BaseException:
+    """A copy of an error that is kept, for raising.
+
+    An error that is raised holds on to the frames that it passes, and they to all that they refer
+    to. One that is kept (with a call, a value, a future) must therefore never be raised itself: the
+    caller's frame often has the very thing that keeps the error, and neither would ever go.
+    """
+    kind = type(error)
+    try:
+        # An OSError takes its arguments in `__new__`, and no other `__new__` may make one.
+        new = OSError.__new__ if isinstance(error, OSError) else kind.__new__
+        again = new(kind, *error.args)
+        again.__dict__.update(error.__dict__)
+        if str(again) != str(error):
+            again = copy.copy(error)
+    except Exception:
+        again = RemoteError(f"{kind.__module__}.{kind.__qualname__}: {error}")
+    again.__cause__ = error.__cause__
+    return again
 
 
 def latched() -> Lock:

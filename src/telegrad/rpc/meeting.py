@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ from telegrad.wire.tls import TlsStream
 PROTOCOL = 1
 PATIENCE = 5.0
 ARENA_BYTES = 1 << 30
+KEY_FILE = "key"
 
 Shared = tuple[Arena | None, ArenaView | None, deque[int]]
 
@@ -59,6 +61,7 @@ class Meeting:
     job: str
     incarnation: int
     host: str
+    directory: Path | None = None
     listeners: list[socket.socket] = field(default_factory=list)
     addresses: list[Address] = field(default_factory=list)
     arena_bytes: int = ARENA_BYTES
@@ -83,10 +86,18 @@ class Meeting:
             if isinstance(address, UnixAddress):
                 with contextlib.suppress(OSError):
                     os.unlink(address.path)
-                with contextlib.suppress(OSError):
-                    Path(address.path).parent.rmdir()
         self.listeners.clear()
         self.addresses.clear()
+        if self.directory is not None:
+            _remove_if_last(self.directory)
+
+
+def _remove_if_last(directory: Path) -> None:
+    """The last worker of a job on this host removes what the job kept there."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in directory.iterdir()} <= {KEY_FILE}:
+            (directory / KEY_FILE).unlink(missing_ok=True)
+            directory.rmdir()
 
 
 @dataclass
@@ -112,7 +123,7 @@ class Visitor(Connected):
 def meet(
     meeting: Meeting, me: WorkerInfo, member: Member, session: str, seen: int, purpose: str
 ) -> Visit:
-    """Connect to a worker. Raises `Unreachable`, `HandshakeError` or another `OSError`."""
+    """Connect to a worker. Raises `Unreachable`, `HandshakeError`, `CutShort` or an `OSError`."""
     address = _choose(meeting, member)
     sock = connect(address, PATIENCE)
     hello = Hello(
@@ -202,18 +213,29 @@ def _choose(meeting: Meeting, member: Member) -> Address:
     )
 
 
+class CutShort(OSError):
+    """The connection ended, or fell silent, in the middle of the handshake: try again."""
+
+
 class _Channel:
-    """A socket during its handshake: whole reads and writes within a time limit."""
+    """A socket during its handshake: reads and writes within one time limit for all of them.
+
+    A limit for each would let a stranger who sends a byte now and then stay for ever.
+    """
 
     def __init__(self, sock: socket.socket, tls: TlsStream | None) -> None:
         self._socket = sock
         self._tls = tls
-        if tls is not None:
-            tls.set_receive_timeout(PATIENCE)
+        self._until = time.monotonic() + PATIENCE
 
     def read(self, count: int) -> bytes:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake took too long")
         if self._tls is None:
+            self._socket.settimeout(left)
             return self._socket.recv(count)
+        self._tls.set_receive_timeout(left)
         buffer = bytearray(count)
         got = self._tls.recv_into(memoryview(buffer))
         if got < 0:
@@ -254,14 +276,18 @@ def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> N
         channel.write(end.opening)
     while not end.done:
         try:
-            reply = end.receive(channel.read(end.needed))
+            data = channel.read(end.needed)
+        except TimeoutError:
+            raise CutShort("the other end did not finish the handshake in time") from None
+        try:
+            reply = end.receive(data)
         except HandshakeError as error:
+            if not data:
+                raise CutShort(str(error)) from None
             if error.last_words:
                 with contextlib.suppress(OSError):
                     channel.write(error.last_words)
             raise
-        except TimeoutError:
-            raise HandshakeError("the other end did not finish the handshake in time") from None
         if reply:
             channel.write(reply)
 

@@ -39,6 +39,7 @@ class Members:
     ) -> None:
         self._by_name: dict[str, WorkerInfo] = {}
         self._by_id: dict[int, Member] = {}
+        self._lost: set[int] = set()
         self._look_up = look_up
         for member in members:
             self.add(member)
@@ -56,9 +57,9 @@ class Members:
         """The worker that a caller means by a name, an id, or a `WorkerInfo`."""
         if type(to) is str:
             info = self._by_name.get(to)
-            if info is not None:
-                return info
-            return self._search(to)
+            if info is None:
+                return self._search(to)
+            return info if info.id not in self._lost else self._successor(info)
         if isinstance(to, WorkerInfo):
             member = self._by_id.get(to.id)
             if member is not None and member.info == to:
@@ -71,6 +72,17 @@ class Members:
             )
         member = self._by_id.get(to)
         return member.info if member is not None else self._search(to)
+
+    def lost(self, worker: int) -> None:
+        """A worker is gone; another may come under its name."""
+        self._lost.add(worker)
+
+    def _successor(self, info: WorkerInfo) -> WorkerInfo:
+        member = self._look_up(info.name) if self._look_up is not None else None
+        if member is None or member.info.id in self._lost:
+            return info
+        self.add(member)
+        return member.info
 
     def _search(self, to: str | int) -> WorkerInfo:
         member = self._look_up(to) if self._look_up is not None else None

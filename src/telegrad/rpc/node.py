@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad.rpc.calls import Calls, Pending
+from telegrad.rpc.calls import Calls, Pending, afresh
 from telegrad.rpc.closing import CLOSING
 from telegrad.rpc.coroutines import Coroutines
 from telegrad.rpc.crossing import Crossing, NoCrossing, Scope
@@ -192,7 +192,7 @@ class Node:
     def outcome(self, pending: Pending) -> Any:
         """Decode what settled the call: the result, or the error raised."""
         if pending.error is not None:
-            raise pending.error
+            raise afresh(pending.error)
         frame = pending.frame
         assert frame is not None
         value, _ = self._open(pending.callee.id, frame)
@@ -365,6 +365,7 @@ class Node:
         if worker in self._lost or self.closed:
             return []
         self._lost[worker] = reason
+        self.members.lost(worker)
         name = self.members.name(worker)
         failed = self.calls.fail(worker, WorkerLost(f"Worker {name!r} is gone: {reason}."))
         self.values.worker_lost(worker, reason)
@@ -471,6 +472,11 @@ def current_node() -> Node:
 
 def find_node() -> Node | None:
     return getattr(_local, "node", None) or _process_node
+
+
+def find_thread_node() -> Node | None:
+    """The node that the calling thread works for, if that is not the process's."""
+    return getattr(_local, "node", None)
 
 
 def set_process_node(node: Node | None) -> None:

@@ -274,7 +274,14 @@ class Outgoing:
         # The callee has plenty to do: let calls for which nobody waits yet leave together.
         later = in_flight > BACKLOG and bool(pending.completion)
         self.link.send(
-            Kind.CALL, pending.call_id, packed.meta, packed.buffers, note, packed.tensors, later
+            Kind.CALL,
+            pending.call_id,
+            packed.meta,
+            packed.buffers,
+            note,
+            packed.tensors,
+            later,
+            pending.deadline,
         )
         if later:
             self.agent.watch.poke()

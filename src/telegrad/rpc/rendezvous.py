@@ -6,6 +6,10 @@ publishes it, so that every worker reads one entry and all agree, also on what i
 
 The store may be open to anyone, so nothing secret goes in: of the key only a fingerprint. A job
 that was given no key makes one, in a file that only this user can read on this host.
+
+In a job without a world size, workers leave and others come. A name becomes free when its worker
+leaves or its process is seen dead. A rank is never used twice: it is what references and messages
+know a worker by.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +32,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from telegrad.rpc.errors import RendezvousError
-from telegrad.rpc.meeting import Meeting
+from telegrad.rpc.meeting import KEY_FILE, Meeting
 from telegrad.rpc.members import Member, Members
-from telegrad.rpc.vitals import Process
+from telegrad.rpc.vitals import Process, Vital
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.address import TcpAddress, UnixAddress, host_id, job_directory
 from telegrad.wire.keys import JobKey, key_from_environment, new_key
@@ -40,7 +44,7 @@ LOOPBACK = ("127.", "localhost", "::1")
 
 def open_store(
     init_method: str | None, rank: int | None, world_size: int | None, timeout: float
-) -> tuple[Store, int, int | None]:
+) -> tuple[Store, int | None, int | None]:
     """The store that an address names, with the rank and world size that the address may know."""
     url = init_method or "env://"
     limit = timedelta(seconds=timeout)
@@ -54,7 +58,11 @@ def open_store(
         url = f"{url}{separator}world_size=-1&rank={given.pop('rank')}"
     store, found_rank, found_size = next(iter(rendezvous(url, timeout=limit, **given)))
     store.set_timeout(limit)
-    return store, found_rank, found_size if found_size > 0 else None
+    return (
+        store,
+        found_rank if found_rank >= 0 else None,
+        found_size if found_size > 0 else None,
+    )
 
 
 class Rendezvous:
@@ -65,24 +73,58 @@ class Rendezvous:
     ) -> None:
         self._timeout = timeout
         self._world_size = world_size
-        store = PrefixStore("telegrad", store)
-        if rank is None:
-            rank = store.add("ranks given out", 1) - 1
-        if world_size is not None:
-            if not 0 <= rank < world_size:
-                raise RendezvousError(
-                    f"worker {name!r} has rank {rank} in a job of {world_size}: ranks go from 0 "
-                    f"to {world_size - 1}"
-                )
-            # A worker that joins for the n-th time meets those that join for the n-th time.
-            store = PrefixStore(str(store.add(f"visits of {rank}", 1)), store)
-        self._store = store
-        self.info = WorkerInfo(name, rank)
+        self._name = name
         self.incarnation = secrets.randbits(63)
+        self._store = PrefixStore("telegrad", store)
+        _agree_on_kind(self._store, "open" if world_size is None else "of fixed size")
+        if world_size is None:
+            rank = self._take_rank(name, rank)
+        else:
+            rank = self._store.add("ranks given out", 1) - 1 if rank is None else rank
+            self._visit(name, rank, world_size)
+        self.info = WorkerInfo(name, rank)
+
+    def _take_rank(self, name: str, rank: int | None) -> int:
+        """In an open job: the rank that was asked for, or one that nobody has."""
+        if rank is not None:
+            if not self._claim(f"rank {rank}", name):
+                raise RendezvousError(
+                    f"rank {rank} is taken: worker {name!r} asks for it, and another worker had "
+                    "it before. In a job without world_size give no rank, and a free one is found"
+                )
+            return rank
+        while True:
+            rank = self._store.add("ranks given out", 1) - 1
+            if self._claim(f"rank {rank}", name):
+                return rank
+
+    def _visit(self, name: str, rank: int, world_size: int) -> None:
+        """In a job of fixed size: those who join for the n-th time meet in a room of their own."""
+        if not 0 <= rank < world_size:
+            raise RendezvousError(
+                f"worker {name!r} has rank {rank} in a job of {world_size}: ranks go from 0 "
+                f"to {world_size - 1}"
+            )
+        number = self._store.add(f"visits of {rank}", 1)
+        process = Process.own()
+        self._whole_store, self._visitor = self._store, f"visitor {number} of {rank}"
+        self._put(self._visitor, {"name": name, "process": asdict(process)})
+        if number > 1:
+            before = self._get(f"visitor {number - 1} of {rank}", "its last worker")
+            other = Process(**before["process"]) if before["process"] else process
+            if other != process and other.vital() in (Vital.ALIVE, Vital.STOPPED):
+                self._store.add(f"visits of {rank}", -1)
+                raise RendezvousError(
+                    f"rank {rank} is taken twice: worker {name!r} has it, and so does worker "
+                    f"{before['name']!r} (process {other.pid}). Give each worker a rank of its own"
+                )
+        self._store = PrefixStore(str(number), self._store)
 
     # The job and its key.
 
-    def prepare(self, key: JobKey | None, host: str | None, plaintext: bool) -> Meeting:
+    def prepare(
+        self, key: JobKey | None, host: str | None, plaintext: bool, transports: Collection[str]
+    ) -> Meeting:
         """Learn or make the job, then listen."""
         key = key or key_from_environment()
         first = (
@@ -110,23 +152,24 @@ class Rendezvous:
         else:
             found = self._get("job", "the first worker of the job")
             job = found["job"]
-            self._check_world_size(found["world size"])
-            key = self._agree_on_key(key, found)
+            try:
+                self._check_world_size(found["world size"])
+                key = self._agree_on_key(key, found)
+            except RendezvousError as error:
+                if self._world_size is not None:
+                    self._put(f"worker {self.info.id}", {"problem": str(error)})
+                raise
         directory = job_directory(job)
-        meeting = Meeting(key, job, self.incarnation, host_id(directory))
+        meeting = Meeting(key, job, self.incarnation, host_id(directory), directory)
         path = directory / f"{self.info.id}-{self.incarnation & 0xFFFFFF:x}.sock"
-        meeting.listen(UnixAddress(str(path)))
-        if host is not None:
+        if "unix" in transports:
+            meeting.listen(UnixAddress(str(path)))
+        if "tcp" in transports and host is not None:
             loopback = host.startswith(LOOPBACK)
             meeting.listen(TcpAddress(host, 0, tls=not loopback and not plaintext))
         return meeting
 
     def _check_world_size(self, theirs: int | None) -> None:
-        if (theirs is None) != (self._world_size is None):
-            raise RendezvousError(
-                "RPC group mixes statically and dynamically initialized members which is not "
-                "supported. Give every worker the same world_size, or none."
-            )
         if theirs != self._world_size:
             raise RendezvousError(
                 f"worker {self.info.name!r} was told world_size={self._world_size}, but rank 0 "
@@ -167,27 +210,29 @@ class Rendezvous:
             Process.own(),
         )
         rank = self.info.id
-        if not self._claim(f"rank {rank}", str(self.incarnation)):
-            raise RendezvousError(
-                f"rank {rank} is taken twice: worker {self.info.name!r} has it, and another "
-                "worker joined with it before"
-            )
         if self._world_size is None:
             return self._join_open_job(me)
         self._put(f"worker {rank}", _as_data(me))
         if rank == 0:
-            found = [_as_data(me)]
-            for other in range(1, self._world_size):
-                found.append(self._get(f"worker {other}", f"rank {other} of {self._world_size}"))
-            self._put("members", {"members": found, "problem": _problem(found)})
+            self._put("members", self._gather(_as_data(me), self._world_size))
         agreed = self._get("members", "rank 0 to list all workers")
         if agreed["problem"]:
             raise RendezvousError(agreed["problem"])
         return Members([_from_data(data) for data in agreed["members"]])
 
+    def _gather(self, mine: dict[str, Any], world_size: int) -> dict[str, Any]:
+        """Rank 0: the list of all workers, or what is wrong with it."""
+        found = [mine]
+        for other in range(1, world_size):
+            data = self._get(f"worker {other}", f"rank {other} of {world_size}")
+            if "problem" in data:
+                return {"problem": data["problem"]}
+            found.append(data)
+        return {"members": found, "problem": _problem(found)}
+
     def _join_open_job(self, me: Member) -> Members:
         name = me.info.name
-        if not self._claim(f"name {name}", str(me.info.id)):
+        if not (self._claim(f"name {name}", str(me.info.id)) or self._inherit(name, me.info.id)):
             raise RendezvousError(_not_unique(name))
         self._put(f"worker {me.info.id}", _as_data(me))
         self._put(f"arrival {self._store.add('arrivals', 1)}", me.info.id)
@@ -198,13 +243,32 @@ class Rendezvous:
     def _present(self) -> Iterator[Member]:
         for number in range(1, self._store.add("arrivals", 0) + 1):
             rank = self._get(f"arrival {number}", "an earlier worker")
-            yield _from_data(self._get(f"worker {rank}", "an earlier worker"))
+            if self._store.check([f"worker {rank}"]):
+                yield _from_data(self._get(f"worker {rank}", "an earlier worker"))
+
+    def _inherit(self, name: str, rank: int) -> bool:
+        """Take over the name of a worker that died without leaving."""
+        held = self._store.get(f"name {name}").decode()
+        holder = self._look_up(int(held.split()[0])) if held else None
+        if holder is None or holder.process is None or holder.process.vital() is not Vital.DEAD:
+            return False
+        mine = f"{rank} {self.incarnation}"
+        return bool(self._store.compare_set(f"name {name}", held, mine).decode() == mine)
+
+    def leave(self) -> None:
+        """Give the name, or in a job of fixed size the rank, back: another worker may have it."""
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            if self._world_size is None:
+                self._store.delete_key(f"worker {self.info.id}")
+                self._store.delete_key(f"name {self.info.name}")
+            else:
+                self._whole_store.set(self._visitor, json.dumps({"process": None}))
 
     def _look_up(self, who: str | int) -> Member | None:
         if isinstance(who, str):
             if not self._store.check([f"name {who}"]):
                 return None
-            who = int(self._store.get(f"name {who}"))
+            who = int(self._store.get(f"name {who}").split()[0])
         if not self._store.check([f"worker {who}"]):
             return None
         return _from_data(self._get(f"worker {who}", "a worker"))
@@ -224,9 +288,18 @@ class Rendezvous:
             return json.loads(self._store.get(key))
         except (RuntimeError, dist.DistError) as error:
             raise RendezvousError(
-                f"worker {self.info.name!r} waited {self._timeout:g} s for {whom}, which did not "
+                f"worker {self._name!r} waited {self._timeout:g} s for {whom}, which did not "
                 f"join: is it running, with the same init_method and world_size? ({error})"
             ) from None
+
+
+def _agree_on_kind(store: Store, kind: str) -> None:
+    """Jobs with and without a world size keep separate entries: they would never see each other."""
+    if store.compare_set("kind of job", "", kind).decode() != kind:
+        raise RendezvousError(
+            "RPC group mixes statically and dynamically initialized members which is not "
+            "supported. Give every worker the same world_size, or none."
+        )
 
 
 def _not_unique(name: str) -> str:
@@ -272,7 +345,7 @@ def _fingerprint(key: JobKey, job: str) -> str:
 
 
 def _key_file(job: str) -> Path:
-    return job_directory(job) / "key"
+    return job_directory(job) / KEY_FILE
 
 
 def _write_key(job: str, key: JobKey) -> None:

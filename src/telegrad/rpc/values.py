@@ -12,10 +12,12 @@ later.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from telegrad.rpc.errors import CallTimeout, ReferenceLost, TelegradError
+from telegrad.rpc.calls import afresh
+from telegrad.rpc.errors import CallTimeout, ReferenceLost, RemoteTraceback, TelegradError
 from telegrad.rpc.references import (
     Accepted,
     Action,
@@ -191,8 +193,10 @@ class Values:
         with self._changed:
             return self._core.confirmed(handle)
 
-    def loss(self, handle: Handle) -> ReferenceLost | None:
-        return self._lost.get(handle) if isinstance(handle, ForkId) else None
+    def loss(self, handle: Handle) -> BaseException | None:
+        """Why the value behind this handle cannot be had, ready to be raised."""
+        error = self._lost.get(handle) if isinstance(handle, ForkId) else None
+        return None if error is None else afresh(error)
 
     def when_ready(self, reference: ReferenceId, finish: Finish) -> None:
         """Give the value, or what went wrong, to `finish`: now, or when it is there."""
@@ -222,7 +226,8 @@ class Values:
         if state is State.READY:
             return self._stored[reference], None
         if state is State.FAILED:
-            return None, self._core.error(reference)
+            error = self._core.error(reference)
+            return None, None if error is None else afresh(error)
         return None, ReferenceLost(
             f"{reference} has no value any more: all references were dropped."
         )
@@ -278,7 +283,7 @@ class Values:
                 if wanted:
                     self._stored[reference] = value
             else:
-                self._core.fail(reference, error)
+                self._core.fail(reference, _kept(self._node.info.name, error))
             waiters = self._waiters.pop(reference, [])
             self._changed.notify_all()
         for finish in waiters:
@@ -371,6 +376,13 @@ class Values:
         with self._changed:
             info = self._core.debug_info()
         return {**info, "values": len(self._stored), "waiters": len(self._waiters)}
+
+
+def _kept(worker: str, error: BaseException) -> BaseException:
+    """An error as it is stored: with the text of its traceback instead of the frames."""
+    kept = afresh(error)
+    kept.__cause__ = RemoteTraceback(worker, "".join(traceback.format_exception(error)))
+    return kept
 
 
 def _transfer(data: Any) -> Transfer:

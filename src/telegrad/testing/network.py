@@ -78,9 +78,7 @@ class Network:
     def link(self, caller: int, callee: int) -> Link:
         link = self._links.get((caller, callee))
         if link is None:
-            link = self._links[caller, callee] = Link(
-                self, self.ports[caller], self.ports[callee]
-            )
+            link = self._links[caller, callee] = Link(self, self.ports[caller], self.ports[callee])
         return link
 
     def between(self, one: int, other: int) -> list[Link]:

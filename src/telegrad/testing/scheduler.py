@@ -27,6 +27,7 @@ The rest would wait for it without end. The one who started the run sees to that
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import heapq
 import itertools
@@ -36,7 +37,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
@@ -107,17 +107,19 @@ class Activity:
         return f"<activity {self.name}>"
 
 
-@dataclass(order=True, slots=True)
 class Timer:
-    """Something that is to happen at a time."""
+    """Something that is to happen at a time, if it is still wanted then."""
 
-    time: float
-    tie: float
-    number: int
-    action: Callable[[], object] = field(compare=False)
-    wanted: Callable[[], bool] = field(compare=False)
-    weight: float = field(compare=False, default=1.0)
-    cancelled: bool = field(compare=False, default=False)
+    __slots__ = ("action", "cancelled", "time", "wanted", "weight")
+
+    def __init__(
+        self, time: float, action: Callable[[], object], wanted: Callable[[], bool]
+    ) -> None:
+        self.time = time
+        self.action = action
+        self.wanted = wanted
+        self.weight = 1.0
+        self.cancelled = False
 
     def fire(self) -> bool:
         if not self.cancelled and self.wanted():
@@ -159,7 +161,7 @@ class Scheduler:
         self._quiet = quiet
         self._runnable: list[Activity] = []
         self._ready: list[Source] = []
-        self._timers: list[Timer] = []
+        self._timers: list[tuple[float, float, int, Timer]] = []
         self._numbers = itertools.count()
         # Half of the seeds draw evenly. In the others some workers and links are slow, as without
         # that no run would see one message overtaken by a hundred.
@@ -189,11 +191,12 @@ class Scheduler:
     ) -> Timer:
         """Have `action` happen at a time, if it is still wanted then. A time that has come is a
         thing that can happen now, in any order with the rest."""
-        timer = Timer(time, self.random.random(), next(self._numbers), action, wanted)
+        timer = Timer(time, action, wanted)
         if time <= self.now:
             self._ready.append(timer)
         elif time < math.inf:
-            heapq.heappush(self._timers, timer)
+            entry = (time, self.random.random(), next(self._numbers), timer)
+            heapq.heappush(self._timers, entry)
         return timer
 
     # Waiting and waking; only for the activity that runs.
@@ -224,6 +227,11 @@ class Scheduler:
         if self._restlessness and self.random.random() < self._restlessness:
             self._runnable.append(me)
             self._give_up_baton(me)
+
+    def pause_unharmed(self) -> None:
+        """As `pause`, where torch would log what is raised: the end comes at the next wait."""
+        with contextlib.suppress(Killed):
+            self.pause()
 
     def check_alive(self) -> None:
         """End the calling activity here if its worker has been killed."""
@@ -343,7 +351,7 @@ class Scheduler:
 
     def _advance_clock(self) -> bool:
         while self._timers:
-            timer = self._timers[0]
+            timer = self._timers[0][-1]
             if timer.cancelled or not timer.wanted():
                 heapq.heappop(self._timers)
             elif timer.time > self.time_limit:

@@ -23,7 +23,7 @@ from telegrad.testing.faults import Cut, Faults, Kill, Moment
 from telegrad.testing.futures import futures_wait_in
 from telegrad.testing.network import Network
 from telegrad.testing.runtime import SimulatedRuntime
-from telegrad.testing.scheduler import Killed, Scheduler
+from telegrad.testing.scheduler import Activity, Killed, Scheduler
 from telegrad.testing.trace import Event, render
 from telegrad.testing.transport import SimulatedNode, SimulatedTransport
 
@@ -129,7 +129,7 @@ class _Job:
         self.values: dict[str, Any] = {}
         self.errors: dict[str, BaseException] = {}
         self.leaks: dict[str, dict[str, Any]] = {}
-        self._mains_left = 0
+        self._mains: dict[str, Activity] = {}
         self._rests = 0
         self._names = names
         self.workers = {name: _Worker(name, self.scheduler.draw_weight()) for name in names}
@@ -152,23 +152,24 @@ class _Job:
     # Mains.
 
     def start(self, mains: Mapping[str, Main]) -> None:
-        self._mains_left = len(mains)
         for name, main in mains.items():
-            self._start(self._named(name), main)
+            self._mains[name] = self._start(self._named(name), main)
 
-    def _start(self, worker: _Worker, main: Main) -> None:
+    def _start(self, worker: _Worker, main: Main) -> Activity:
         def run() -> None:
             try:
                 self.values[worker.name] = main()
             except Killed:
-                self.errors[worker.name] = WorkerKilled(f"Worker {worker.name!r} was killed.")
+                raise
             except BaseException as error:
                 self.errors[worker.name] = error
                 traceback.clear_frames(error.__traceback__)
-            finally:
-                self._mains_left -= 1
 
-        self.scheduler.spawn(f"{worker.name}: main", worker, run)
+        return self.scheduler.spawn(f"{worker.name}: main", worker, run)
+
+    @property
+    def _mains_run(self) -> bool:
+        return any(main in self.scheduler.alive for main in self._mains.values())
 
     def _named(self, name: str) -> _Worker:
         worker = self.workers.get(name)
@@ -191,8 +192,10 @@ class _Job:
         return _Trigger(kill.moment, self.scheduler, lambda: self._kill(worker))
 
     def _kill(self, worker: _Worker) -> None:
-        if worker.dead or not self._mains_left:
+        if worker.dead or not self._mains_run:
             return
+        if self._mains.get(worker.name) in self.scheduler.alive:
+            self.errors[worker.name] = WorkerKilled(f"Worker {worker.name!r} was killed.")
         self.scheduler.record("dies", worker.name, "")
         worker.dead = True
         me = worker.node.info.id
@@ -242,7 +245,7 @@ class _Job:
 
     def _at_rest(self) -> bool:
         """Nothing can happen and no timer is left before the limit. Whether to go on."""
-        if self._mains_left:
+        if self._mains_run:
             raise self._stuck()
         if self._rests == 0:
             self.scheduler.time_limit = self.scheduler.now + self.limits.drain
@@ -290,9 +293,7 @@ def _left_on(worker: _Worker, scheduler: Scheduler) -> dict[str, Any]:
         f"references: {what}": count for what, count in node.values.debug_info().items()
     }
     left["calls in flight"] = [pending.describe() for pending in node.calls.all()]
-    left["activities"] = [
-        a.name for a in scheduler.alive if a.worker is worker and not a.stays
-    ]
+    left["activities"] = [a.name for a in scheduler.alive if a.worker is worker and not a.stays]
     for name, service in node.services.items():
         counts = getattr(service, "counts", None)
         if counts is not None:
@@ -347,9 +348,7 @@ def simulate(
     )
 
 
-def _raise_failure(
-    job: _Job, allow: type[BaseException] | tuple[type[BaseException], ...]
-) -> None:
+def _raise_failure(job: _Job, allow: type[BaseException] | tuple[type[BaseException], ...]) -> None:
     failure = job.scheduler.failure
     if failure is None:
         unasked = [

@@ -85,14 +85,13 @@ class SimulatedTransport:
         self._scheduler.pause()
 
     def reply(self, to: int, call_id: int, reply: Reply) -> None:
-        self._scheduler.check_alive()
-        if to in self._ended:
+        # Futures answer from the callbacks of torch.
+        if to in self._ended or self._worker.dead or self._scheduler.ending:
             return
         end = self._network.link(to, self._id).callee_end
         label = f"{reply.kind.name.lower()} to call {call_id}"
-        packed = reply.packed
-        end.send(reply.kind, call_id, reply.note, packed, label)
-        self._scheduler.pause()
+        end.send(reply.kind, call_id, reply.note, reply.packed, label)
+        self._scheduler.pause_unharmed()
 
     # Waiting.
 

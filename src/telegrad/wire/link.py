@@ -18,8 +18,10 @@ mapped or given back: a frame that is cut in the middle leaves no trace.
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +52,7 @@ READ_BUFFER = 1 << 18
 SMALL_FRAME = 1 << 16
 ARENA_THRESHOLD = 1 << 16
 QUEUE_BYTES = 8 << 20
+LONGEST_WAIT = 3600.0
 LATER_BYTES = 1 << 14
 MAX_FREED_PER_FRAME = 512
 ACK_FRAMES = 256
@@ -121,6 +124,7 @@ class Link:
         self._queued_bytes = 0
         self._writing = False
         self._awaiting = 0
+        self._overdue = False
         self._ticket = 0
         self._tickets_written = 0
 
@@ -141,8 +145,13 @@ class Link:
         note: bytes = b"",
         tensors: Sequence[Tensor] = (),
         later: bool = False,
+        deadline: float = math.inf,
     ) -> None:
-        """Send one frame. `later`: leave it on the queue for the next send or flush."""
+        """Send one frame. `later`: leave it on the queue for the next send or flush.
+
+        At the `deadline` (of `time.monotonic`) it returns although the peer does not read: the rest
+        of the frame, copied, stays on the queue.
+        """
         rows: list[int] = []
         inline: list[memoryview] = []
         total = len(meta) + len(note)
@@ -173,12 +182,12 @@ class Link:
             self._ticket += 1
             if self._writing:
                 if not own_memory or self._queued_bytes > QUEUE_BYTES:
-                    self._await_written(self._ticket)
+                    self._await_written(self._ticket, deadline)
                 return
             if later and own_memory and self._queued_bytes < LATER_BYTES:
                 return
             self._writing = True
-        self._write_queue()
+        self._write_queue(deadline)
 
     def flush(self) -> None:
         """Write what was left on the queue."""
@@ -224,6 +233,8 @@ class Link:
                 place = INLINE
                 inline.append(buffer)
                 total += size
+            else:
+                self.sent_bytes += size
             rows.append(size)
             rows.append(place)
         return total
@@ -234,17 +245,19 @@ class Link:
             freed.append(self.freed.popleft())
         return freed
 
-    def _await_written(self, ticket: int) -> None:
+    def _await_written(self, ticket: int, deadline: float) -> None:
         self._awaiting += 1
         try:
             while self._tickets_written < ticket and not self.broken:
                 if self.closed:
                     raise LinkClosed("the link was closed while a message waited to be written")
-                self._changed.wait()
+                left = deadline - time.monotonic()
+                self._overdue |= left <= 0
+                self._changed.wait(min(left, LONGEST_WAIT) if left > 0 else None)
         finally:
             self._awaiting -= 1
 
-    def _write_queue(self) -> None:
+    def _write_queue(self, deadline: float = math.inf) -> None:
         """Carry the queue to the stream until it is empty. The caller has set `_writing`."""
         written = 0
         while True:
@@ -256,22 +269,39 @@ class Link:
                 if not self._queue or self.broken or self.closed:
                     # In one step with the look at the queue: a frame that came before is seen, and
                     # who brings one after finds nobody writing.
-                    self._writing = False
+                    self._writing = self._overdue = False
                     return
                 parts, self._queue = self._queue, []
                 written, size = self._ticket, self._queued_bytes
                 self._queued_bytes = 0
                 self.sent_bytes += size
             try:
-                self._write(parts, size)
+                rest = self._write(parts, size, deadline)
             except BaseException:
                 self.mark_broken()
                 with self._lock:
                     self._writing = False
                     self._changed.notify_all()
                 raise
+            if rest:
+                self._leave_unwritten(rest)
+                return
 
-    def _write(self, views: list[Bytes], size: int) -> None:
+    def _leave_unwritten(self, rest: list[Bytes]) -> None:
+        """Write no more for now. Callers are let go, so nothing may stay in their memory."""
+        with self._lock:
+            left = [bytes(view) for view in rest]
+            self.sent_bytes -= sum(map(len, left))
+            self._queue = [*left, *map(bytes, self._queue)]
+            self._queued_bytes = sum(map(len, self._queue))
+            self._tickets_written = self._ticket
+            self._overdue = False
+            self._writing = False
+            self._changed.notify_all()
+        self.nudge()
+
+    def _write(self, views: list[Bytes], size: int, deadline: float) -> list[Bytes]:
+        """Write until all is written, the stream breaks, or time is up; what is left then."""
         stream = self.stream
         if len(views) > 1 and size <= SMALL_FRAME:
             views = [b"".join(views)]
@@ -280,14 +310,16 @@ class Link:
                 sent = stream.try_send(views)
             except OSError:
                 self.mark_broken()
-                return
+                return []
             size -= sent
             if size == 0:
-                return
+                return []
             if sent == 0:
                 self.while_blocked()
                 if self.broken or self.closed:
-                    return
+                    return []
+                if self._overdue or time.monotonic() >= deadline:
+                    return views
             else:
                 views = _rest(views, sent)
 
@@ -455,6 +487,7 @@ class Link:
     def _shared(self, offset: int, size: int) -> ByteBuffer:
         if self._view is None:
             raise CodecError("a frame refers to shared memory that this link does not have")
+        self.received_bytes += size
         try:
             return self._view.array(offset, size)
         except ArenaError as error:

@@ -7,9 +7,8 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
-import torch.distributed as dist
 
-from telegrad.compat.stock import TensorPipeRpcBackendOptions, is_cpu_only
+from telegrad.compat.stock import Store, TensorPipeRpcBackendOptions, is_cpu_only
 from telegrad.rpc import api as native
 from telegrad.rpc.node import Node, current_node, find_node
 from telegrad.rpc.rendezvous import own_address_towards
@@ -30,8 +29,8 @@ class TensorPipeAgent(RpcAgent):
         self._options = options
 
     @property
-    def store(self) -> dist.Store:
-        store: dist.Store = self._node.services["store"]
+    def store(self) -> Store:
+        store: Store = self._node.services["store"]
         return store
 
     @property
@@ -74,7 +73,7 @@ class TensorPipeAgent(RpcAgent):
 
 
 def start(
-    store: dist.Store,
+    store: Store,
     name: str,
     rank: int,
     world_size: int | None,

@@ -1,7 +1,7 @@
 """Stands for `torch.distributed.rpc.api`.
 
-Code replaces functions of this module (`_wait_all_workers`, `_broadcast_to_followers`, ...), so they
-find each other by their names here, when they are called.
+Code replaces functions of this module (`_wait_all_workers`, `_broadcast_to_followers`, ...), so
+they find each other by their names here, when they are called.
 """
 
 from __future__ import annotations

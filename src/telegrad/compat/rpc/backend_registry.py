@@ -10,10 +10,13 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from telegrad.compat.rpc import constants
-from telegrad.compat.stock import BackendValue, RpcBackendOptions, TensorPipeRpcBackendOptions
+from telegrad.compat.stock import (
+    BackendValue,
+    RpcBackendOptions,
+    Store,
+    TensorPipeRpcBackendOptions,
+)
 
 __all__ = [
     "BackendType",
@@ -25,10 +28,14 @@ __all__ = [
 ]
 
 
+class _Named(enum.Enum):
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
+
+
 def _make_enum(values: dict[str, BackendValue]) -> Any:
-    made: Any = enum.Enum("BackendType", values)  # type: ignore[misc]
-    made.__repr__ = lambda self: f"BackendType.{self.name}"
-    return made
+    functional: Any = _Named
+    return functional("BackendType", values)
 
 
 BackendType: Any = _make_enum({})
@@ -85,7 +92,7 @@ def _tensorpipe_options(
 
 
 def _start_telegrad(
-    store: dist.Store,
+    store: Store,
     name: str,
     rank: int,
     world_size: int | None,
@@ -93,7 +100,7 @@ def _start_telegrad(
 ) -> Any:
     from telegrad.compat.rpc.agent import start
 
-    if not isinstance(store, dist.Store):
+    if not isinstance(store, Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(

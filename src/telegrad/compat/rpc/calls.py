@@ -97,29 +97,29 @@ def _arrive(data: Any, passage: Passage) -> Udf:
     return Udf(found)
 
 
-def _leave_script(function: torch.jit.ScriptFunction, passage: object) -> str:
+def _leave_script(function: torch.jit.ScriptFunction[Any, Any], passage: object) -> str:
     return stock.script_function_name(function)
 
 
-def _arrive_script(name: str, passage: object) -> torch.jit.ScriptFunction:
+def _arrive_script(name: str, passage: object) -> torch.jit.ScriptFunction[Any, Any]:
     return stock.script_function(name)
 
 
-def _leave_script_module(module: torch.jit.ScriptModule, passage: object) -> bytes:
+def _leave_script_module(module: Any, passage: object) -> bytes:
     stream = io.BytesIO()
     torch.jit.save(module, stream)
     return stream.getvalue()
 
 
-def _arrive_script_module(data: bytes, passage: object) -> torch.jit.ScriptModule:
-    return torch.jit.load(io.BytesIO(data))
+def _arrive_script_module(data: bytes, passage: object) -> Any:
+    return stock.load_script_module(io.BytesIO(data))
 
 
 extend("torch function", Udf, _leave, _arrive)
 extend("script function", torch.jit.ScriptFunction, _leave_script, _arrive_script)
 extend(
     "script module",
-    torch.jit.RecursiveScriptModule,
+    stock.RecursiveScriptModule,
     _leave_script_module,
     _arrive_script_module,
 )

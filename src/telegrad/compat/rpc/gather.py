@@ -1,7 +1,7 @@
 """What `_all_gather` remembers between its messages.
 
-Every worker of a group sends its object to the *leader*, the one with the smallest name, which sends
-them all back to each. Groups of the same workers are told apart by counting.
+Every worker of a group sends its object to the *leader*, the one with the smallest name, which
+sends them all back to each. Gatherings of the same workers are told apart by counting.
 """
 
 from __future__ import annotations

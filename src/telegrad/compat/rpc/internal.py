@@ -1,8 +1,8 @@
 """Stands for `torch.distributed.rpc.internal`.
 
-Telegrad's codec does the work of the RPC pickler. Here is the pickler for those who call it: what it
-gives is a string of bytes and a table, and the table holds the references beside the tensors, so
-that both travel as themselves when the result is sent.
+Telegrad's codec does the work of the RPC pickler. Here is the pickler for those who call it: what
+it gives is a string of bytes and a table, and the table holds the references beside the tensors,
+so that both travel as themselves when the result is sent.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad.compat import stock
-from telegrad.compat.stock import (
-    PythonUDF,
-    RemoteException,
-    RPCExecMode,
-    _build_rpc_profiling_key,
-    _start_record_function,
-)
+from telegrad.compat.stock import PythonUDF, RemoteException, RPCExecMode
 from telegrad.wire.codec import extend
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
+_build_rpc_profiling_key = stock._build_rpc_profiling_key
+_start_record_function = stock._start_record_function
 _thread_local_tensor_tables = stock.internal._thread_local_tensor_tables
 
 
-class _InternalRPCPickler(stock._InternalRPCPickler):  # type: ignore[misc]
+class _InternalRPCPickler(stock.RpcPickler):  # type: ignore[misc]
     """Pickles with tensors and references set aside in a table."""
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
@@ -59,7 +55,7 @@ def _teach_codec(cls: type, reducer: Callable[[Any], Any]) -> None:
     extend(f"reduced {cls.__module__}.{cls.__qualname__}", cls, reduce, rebuild)
 
 
-_internal_rpc_pickler = _InternalRPCPickler()
+_internal_rpc_pickler: Any = _InternalRPCPickler()
 
 
 def take_over_reducers() -> None:

@@ -11,11 +11,11 @@ import torch
 from telegrad.compat.rpc.calls import Udf
 from telegrad.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.calls import Pending
+from telegrad.rpc.futures import begin_async
 from telegrad.rpc.node import Node, Passage
 from telegrad.rpc.references import ForkId, ReferenceId, Transfer
 from telegrad.rpc.rref import RRef as NativeRRef
 from telegrad.rpc.rref import call_method, remote_reference
-from telegrad.rpc.futures import begin_async
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import extend
 
@@ -36,7 +36,8 @@ class RRef(NativeRRef[T]):
 
     @property
     def _futures(self) -> dict[str, Future[Any]]:
-        return self.__dict__.setdefault("futures", {})
+        futures: dict[str, Future[Any]] = self.__dict__.setdefault("futures", {})
+        return futures
 
     def local_value(self) -> T:
         if not self.is_owner():
@@ -58,9 +59,7 @@ class RRef(NativeRRef[T]):
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         return _RemoteProxy(self, timeout)
 
-    def backward(  # type: ignore[override]
-        self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False
-    ) -> None:
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         super().backward(dist_autograd_ctx_id, retain_graph)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:

@@ -1,7 +1,7 @@
-"""Arms telegrad's compatibility layer where its .pth file is not installed (a source checkout).
+"""Does what telegrad_compat.pth does, where that is not installed: in a source checkout.
 
-This directory is put first on PYTHONPATH by `telegrad compat`; a sitecustomize that it hides is run
-all the same.
+`telegrad compat` puts this directory first on PYTHONPATH for the processes that a script starts. A
+sitecustomize that this one hides is run all the same.
 """
 
 import importlib.machinery
@@ -9,21 +9,9 @@ import importlib.util
 import os
 import sys
 
+import telegrad_compat_startup  # type: ignore[import-not-found,unused-ignore]
+
 _HERE = os.path.dirname(os.path.abspath(__file__))
-
-
-def _arm() -> None:
-    source = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
-    if source not in sys.path:
-        sys.path.append(source)
-    spec = importlib.util.spec_from_file_location(
-        "_telegrad_compat_startup", os.path.join(os.path.dirname(_HERE), "startup.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    startup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(startup)
-    startup.arm()
 
 
 def _run_hidden() -> None:
@@ -33,5 +21,6 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-_arm()
+if os.environ.get("TELEGRAD_COMPAT", "0") not in ("", "0"):
+    telegrad_compat_startup.arm()
 _run_hidden()

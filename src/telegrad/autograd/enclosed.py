@@ -1,0 +1,103 @@
+"""Calls that were made inside of one graph node, such as a compiled function.
+
+A compiled function is one node of the autograd graph. The remote calls in it have no nodes of their
+own: their sends and recvs are *enclosed*. When the engine runs the node, the code in it reports the
+gradients of what arrived (`fire`) and waits for the gradients of what it sent (`take_enclosed`). It
+cannot be suspended half-way, so three things hold for such a node in every pass:
+
+* It is known by a leaf that it alone leads to, its *anchor*. The walk of the graph finds the
+  anchor, and with it the enclosed recvs: a pass knows who must be told that nothing came.
+* An enclosed send is a source without edges. Its gradients are kept for the node that waits.
+* The node runs after every send that was made later. What a gradient depends on was made later
+  than what it belongs to, so when the node waits, all that could bring the answer has run. Without
+  this rule the node could wait for a gradient that another send on this worker holds up.
+
+Two threads that run compiled functions at the same moment may share an anchor. Then their calls
+count as made by one node, which only delays what is said about them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from telegrad.autograd.context import Context, Scope
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EnclosedSend:
+    """Tensors that left in one message from inside of a node."""
+
+    message: int
+    peer: int
+    shapes: tuple[tuple[torch.Size, torch.dtype], ...]
+    node: None = None
+
+    @property
+    def edges(self) -> tuple[tuple[None, int], ...]:
+        return ((None, 0),) * len(self.shapes)
+
+
+@dataclass(slots=True, eq=False)
+class Enclosure:
+    """All calls that one node has made in one context."""
+
+    anchor: Tensor
+    newest: int = 0
+    """Sends of this worker with a higher number were made after the calls of this node."""
+    recvs: list[Any] = field(default_factory=list)
+
+    @property
+    def leaf(self) -> Any:
+        """The graph node by which the anchor is found."""
+        return get_gradient_edge(self.anchor).node
+
+
+_making = threading.Lock()
+
+
+def enclosure_of(context: Context, anchor: Tensor) -> Enclosure:
+    """The enclosure of the node that the anchor belongs to."""
+    with _making:
+        for enclosure in reversed(context.enclosures):
+            if enclosure.anchor is anchor:
+                return enclosure
+        enclosure = Enclosure(anchor)
+        context.enclosures.append(enclosure)
+        return enclosure
+
+
+class EnclosedCall:
+    """One call from inside of a node. Stands for the context while the call is made."""
+
+    def __init__(self, context: Context, anchor: Tensor) -> None:
+        self.context = context
+        self.enclosure = enclosure_of(context, anchor)
+        self.recording = Scope(context, True, self)
+        self.silent = Scope(context, False, self)
+        self.message: int | None = None
+        """The send, if anything that left needs a gradient."""
+        self.tensors: list[Tensor] = []
+        """What left and needs a gradient, in the order of the gradients that come back."""
+        self.recvs: list[Any] = []
+        """The nodes of what arrived and needs a gradient."""
+
+    def sent(self, message: int, tensors: list[Tensor]) -> None:
+        self.message = message
+        self.tensors = tensors
+        self.enclosure.newest = max(self.enclosure.newest, message)
+
+    def arrived(self, tensors: Iterable[Tensor]) -> None:
+        self.recvs = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        self.enclosure.recvs += self.recvs
+
+
+def leaves_of(enclosures: Iterable[Enclosure]) -> dict[Any, Enclosure]:
+    """The enclosures by the leaf of their anchor."""
+    return {enclosure.leaf: enclosure for enclosure in enclosures}

@@ -1,0 +1,1 @@
+"""Remote calls, and the objects of distributed programs, inside of `torch.compile`."""

@@ -1,0 +1,120 @@
+"""The arguments of a call, taken apart: tensors, integers, and a *template* of all the rest.
+
+Tensors and integers change from call to call and become inputs of a graph node. The template is
+what stays: nested tuples that say where each goes, with the constants in between. It is built while
+Dynamo traces (`split` is inlined, so it is written in what Dynamo understands), and used to put
+arguments together again on every worker that needs them (`join`).
+
+    ("tensor", 0)  ("int", 0)  ("constant", "mean")  ("list", ...)  ("tuple", ...)
+    ("dict", (key, ...), ...)  ("rref", owner, ...)  ("made", 0)
+
+"rref" is a reference that existed before the compiled function ran. "made" is one that a compiled
+function made: it travels as a tensor, its token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telegrad.compile.handles import MadeRRef
+from telegrad.rpc.rref import RRef
+from telegrad.rpc.worker import WorkerInfo
+
+Template = tuple[Any, ...]
+
+CONSTANTS = (bool, str, float, bytes, torch.dtype, torch.device, torch.Size, WorkerInfo)
+
+
+class Split:
+    """What `split` has found so far."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.shapes: list[Tensor] = []
+        """Tensors of the same shape that need no gradient: what the outputs' shapes follow from."""
+        self.ints: list[int] = []
+
+
+def split(value: Any, found: Split) -> Template:
+    """Take a value apart. Inlined by Dynamo."""
+    if isinstance(value, Tensor):
+        found.tensors.append(value)
+        found.shapes.append(value.detach())
+        return ("tensor", len(found.tensors) - 1)
+    if value is None or isinstance(value, CONSTANTS):
+        return ("constant", value)
+    if isinstance(value, int):
+        found.ints.append(value)
+        return ("int", len(found.ints) - 1)
+    if isinstance(value, list):
+        return ("list", *[split(item, found) for item in value])
+    if isinstance(value, tuple):
+        return ("tuple", *[split(item, found) for item in value])
+    if isinstance(value, dict):
+        return ("dict", *[(key, split(item, found)) for key, item in value.items()])
+    if isinstance(value, MadeRRef):
+        found.tensors.append(value.token)
+        found.shapes.append(value.shape_of_value())
+        return ("made", len(found.tensors) - 1)
+    if isinstance(value, RRef):
+        return ("rref", *reference_of(value))
+    if callable(value):
+        return ("constant", value)
+    raise TypeError(
+        "A remote call in a compiled function takes tensors, numbers, strings, references, "
+        "functions, and lists, tuples and dicts of these. Make other arguments outside of the "
+        "compiled function, as an RRef on the worker that uses them."
+    )
+
+
+def reference_of(rref: RRef[Any]) -> tuple[int, ...]:
+    """The numbers by which a reference is known. Inlined by Dynamo, which guards each of them."""
+    return (*rref._reference, *rref._handle)
+
+
+def join(
+    template: Template,
+    tensors: Sequence[Any],
+    ints: Sequence[int],
+    reference: Callable[[tuple[int, ...]], Any],
+    made: Callable[[Any], Any],
+) -> Any:
+    """Put a value together again."""
+
+    def build(node: Template) -> Any:
+        match node:
+            case ("tensor", place):
+                return tensors[place]
+            case ("int", place):
+                return ints[place]
+            case ("constant", value):
+                return value
+            case ("list", *items):
+                return [build(item) for item in items]
+            case ("tuple", *items):
+                return tuple([build(item) for item in items])
+            case ("dict", *items):
+                return {key: build(item) for key, item in items}
+            case ("rref", *numbers):
+                return reference(tuple(numbers))
+            case ("made", place):
+                return made(tensors[place])
+        raise AssertionError(f"not a template: {node!r}")
+
+    return build(template)
+
+
+def holds_made(template: Template) -> set[int]:
+    """The places of the tensors that are tokens of references."""
+    kind = template[0]
+    if kind == "made":
+        return {template[1]}
+    if kind in ("list", "tuple"):
+        return {place for item in template[1:] for place in holds_made(item)}
+    if kind == "dict":
+        return {place for _, item in template[1:] for place in holds_made(item)}
+    return set()

@@ -1,0 +1,93 @@
+"""References and futures as Dynamo sees them.
+
+A `MadeRRef` is what `remote` gives inside of a compiled function: a reference whose identity is the
+value of a tensor, its *token*, so that one graph serves every reference that passes through it. The
+token also carries the autograd edge: what is done with the reference comes before the call that
+made it, in the backward pass. It can be returned, kept, and given to another compiled function;
+its methods work outside of compiled functions, too.
+
+What must never happen: a handle compared by `is`, or used as a key, without a guard. Both handles
+have `__eq__` and `__hash__` over attributes that Dynamo guards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.worker import WorkerInfo
+
+
+class MadeRRef:
+    """A reference to the result of a call that a compiled function made."""
+
+    def __init__(self, worker: WorkerInfo, token: Tensor, value: tuple[Tensor, ...]) -> None:
+        self.worker = worker
+        self.token = token
+        self.value = value
+        """A tensor without memory of its own that has the shape of the value, if that is one."""
+
+    def owner(self) -> WorkerInfo:
+        return self.worker
+
+    def owner_name(self) -> str:
+        return self.worker.name
+
+    def shape_of_value(self) -> Tensor:
+        if len(self.value) != 1:
+            raise TelegradError(
+                "A reference to something else than one tensor, made in a compiled function, "
+                "cannot be used there. Make it outside of the compiled function."
+            )
+        return self.value[0].detach()
+
+    def to_here(self, timeout: float | None = None) -> Any:
+        """The value on this worker."""
+        from telegrad.compile import traced
+
+        return traced.rpc_sync(self.worker, _value_of, (self,), None, timeout)
+
+    def rpc_sync(self, timeout: float | None = None) -> MethodsOf:
+        return MethodsOf(self, timeout, 0)
+
+    def rpc_async(self, timeout: float | None = None) -> MethodsOf:
+        return MethodsOf(self, timeout, 1)
+
+    def remote(self, timeout: float | None = None) -> MethodsOf:
+        return MethodsOf(self, timeout, 2)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MadeRRef) and self.token is other.token
+
+    def __hash__(self) -> int:
+        return hash(self.worker)
+
+
+class MethodsOf:
+    """Turns attribute access into a call of that method of the value, on its owner."""
+
+    def __init__(self, rref: Any, timeout: float | None, kind: int) -> None:
+        self._rref = rref
+        self._timeout = timeout
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        rref, timeout, kind = self._rref, self._timeout, self._kind
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            from telegrad.compile import traced
+
+            call = (traced.rpc_sync, traced.rpc_async, traced.remote)[kind]
+            return call(rref.owner(), _call_method, (rref, name, args, kwargs), None, timeout)
+
+        return method
+
+
+def _value_of(rref: Any) -> Any:
+    return rref.to_here()
+
+
+def _call_method(rref: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return getattr(rref.to_here(), name)(*args, **kwargs)

@@ -1,0 +1,217 @@
+"""On the owner of a function: what would it return? Found out without doing anything real.
+
+The function runs once for each kind of arguments, on fake tensors: shapes and types without data.
+Every size that may differ from call to call is a symbol; what the function returns has sizes in
+terms of those symbols, and what it asked about them on the way are the guards.
+
+Nothing real may be touched:
+
+* A value behind a reference (a module, say) is copied with fake tensors in the place of its real
+  ones. Updates of buffers, as in a batch norm, go to the copy; nor can a call that runs at the
+  same time on another thread see a fake parameter.
+* Calls that the function makes to other workers are answered by what their owners would return.
+* Compiled code must not see fake tensors. The copy of a module is not compiled; a function that
+  was compiled is replaced by the one that was written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from telegrad.compile import torch_private
+from telegrad.compile.arguments import Template, join
+from telegrad.compile.expressions import Formula
+from telegrad.compile.nested import NodeOfFakes
+from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.node import current_node, find_thread_node, set_thread_node
+from telegrad.rpc.references import ReferenceId
+from telegrad.rpc.worker import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An argument: a tensor, or the value behind a reference that a compiled function made."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    dynamic: tuple[bool, ...]
+    device: str
+    needs_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IntSpec:
+    value: int
+    dynamic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """A tensor that the function returns."""
+
+    dtype: torch.dtype
+    sizes: tuple[Formula, ...]
+    device: str
+    needs_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a function returns, while the guards hold."""
+
+    outputs: tuple[OutputSpec, ...]
+    template: Template | None
+    """None: the function returns something that cannot be part of a graph."""
+    guards: tuple[Formula, ...]
+    kind: str = ""
+    """What it returns, if not tensors."""
+
+
+_declared: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def declare_fake(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Say what a function returns whose result cannot be found out on fake tensors.
+
+        @telegrad.compile.declare_fake(tokenize)
+        def _(text_bytes):
+            return torch.empty(text_bytes.shape[0] // 4, dtype=torch.int64)
+
+    The stand-in takes the same arguments, as fake tensors, and returns tensors of the right shape
+    and type. Declare it where the function is defined, so that its owner knows it.
+    """
+
+    def declare(fake: Callable[..., Any]) -> Callable[..., Any]:
+        _declared[function] = fake
+        return fake
+
+    return declare
+
+
+class FakeRRef:
+    """Stands for a reference while its owner finds out what a function returns."""
+
+    def __init__(self, owner: WorkerInfo, value: Any) -> None:
+        self._owner = owner
+        self._value = value
+
+    def to_here(self, timeout: float | None = None) -> Any:
+        return self._value
+
+    def local_value(self) -> Any:
+        return self._value
+
+    def owner(self) -> WorkerInfo:
+        return self._owner
+
+    def owner_name(self) -> str:
+        return self._owner.name
+
+    def is_owner(self) -> bool:
+        return True
+
+
+def infer(
+    function: Callable[..., Any],
+    template: Template,
+    tensors: Sequence[TensorSpec],
+    ints: Sequence[IntSpec],
+) -> Answer:
+    """Run a function on fake tensors and say what came out."""
+    node = current_node()
+    fakes = torch_private.Fakes()
+    inputs = [
+        fakes.tensor(place, s.dtype, s.sizes, s.dynamic, s.device, s.needs_gradient)
+        for place, s in enumerate(tensors)
+    ]
+    numbers = [fakes.integer(place, s.value) if s.dynamic else s.value for place, s in enumerate(ints)]
+
+    def reference(numbers: tuple[int, ...]) -> FakeRRef:
+        owner = node.members.member(numbers[0]).info
+        if owner.id != node.info.id:
+            raise TelegradError(
+                f"A reference to a value on worker {owner.name!r} is given to a function on worker "
+                f"{node.info.name!r} in a compiled function: what it returns cannot be known "
+                "there. Make this call outside of the compiled function."
+            )
+        return FakeRRef(owner, fake_copy(node.values.value(ReferenceId(*numbers[:3])), fakes))
+
+    def made(value: Tensor) -> FakeRRef:
+        return FakeRRef(node.info, value)
+
+    args, kwargs = join(template, inputs, numbers, reference, made)
+    written = _declared.get(function) or torch_private.as_written(function)
+    with fakes.active(), torch.enable_grad(), _calls_answered_by_fakes(node):
+        result = written(*args, **kwargs)
+    return _answer(result, fakes)
+
+
+@contextmanager
+def _calls_answered_by_fakes(node: Any) -> Iterator[None]:
+    before = find_thread_node()
+    set_thread_node(NodeOfFakes(node))
+    try:
+        yield
+    finally:
+        set_thread_node(before)
+
+
+def fake_copy(value: Any, fakes: torch_private.Fakes) -> Any:
+    """The same object, with fake tensors in it."""
+    memo = {id(tensor): fakes.like(tensor) for tensor in _tensors_in(value)}
+    if isinstance(value, Tensor):
+        return memo[id(value)]
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise TelegradError(
+            f"A {type(value).__name__} cannot be copied ({error}), so what its methods return "
+            "cannot be found out without calling them. Call them outside of the compiled function."
+        ) from error
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item, depth)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()), depth)
+    elif depth and hasattr(value, "__dict__"):
+        yield from _tensors_in(list(vars(value).values()), depth - 1)
+
+
+def _answer(result: Any, fakes: torch_private.Fakes) -> Answer:
+    outputs: list[OutputSpec] = []
+
+    def take_apart(value: Any) -> Template | None:
+        if isinstance(value, Tensor):
+            sizes = tuple([fakes.formula(size) for size in value.shape])
+            spec = OutputSpec(value.dtype, sizes, str(value.device), value.requires_grad)
+            outputs.append(spec)
+            return ("tensor", len(outputs) - 1, spec.needs_gradient)
+        if value is None:
+            return ("constant", None)
+        if type(value) in (list, tuple):
+            items = [take_apart(item) for item in value]
+            if None not in items:
+                return (type(value).__name__, *items)
+        if type(value) is dict:
+            pairs = [(key, take_apart(item)) for key, item in value.items()]
+            if all(item is not None for _, item in pairs):
+                return ("dict", *pairs)
+        return None
+
+    template = take_apart(result)
+    return Answer(tuple(outputs), template, fakes.guards(), type(result).__name__)

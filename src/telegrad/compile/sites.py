@@ -1,0 +1,111 @@
+"""Call sites: what of a call is known when it is traced.
+
+A graph node can carry a string. So each call site gets a key, and a table leads from the key to the
+worker, the function and the template of the arguments. The key is made from what they are, not from
+when they were met: a graph that another process compiled and left in the disk cache finds its sites
+again. It also has a fingerprint of the function's code on the owner, because inductor's disk cache
+does not know that the shapes of a node's outputs depend on that code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from contextvars import Context as Variables
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from telegrad.compile.arguments import Template
+from telegrad.rpc.node import Node, current_node
+from telegrad.rpc.worker import WorkerInfo
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """One call in the source of a program."""
+
+    key: str
+    worker: WorkerInfo
+    function: Callable[..., Any]
+    template: Template
+    timeout: float | None
+
+
+_sites: dict[str, Site] = {}
+_fingerprints: dict[tuple[str, Callable[..., Any]], str] = {}
+
+
+def site(key: str) -> Site:
+    return _sites[key]
+
+
+@torch.compiler.assume_constant_result
+def locate(
+    to: Any, function: Callable[..., Any], template: Template, timeout: float | None
+) -> tuple[str, WorkerInfo]:
+    """The key of a call site, and the worker that it calls. Runs while Dynamo traces."""
+    node = current_node()
+    worker = node.members.find(to)
+    known = (worker.name, function)
+    if known not in _fingerprints:
+        _fingerprints[known] = ask(node, worker, fingerprint, function)
+    parts = (worker.name, _name(function), _description(template), timeout, _fingerprints[known])
+    key = f"{_name(function)} on {worker.name} #{_digest(repr(parts))}"
+    _sites[key] = Site(key, worker, function, template, timeout)
+    return key, worker
+
+
+def ask(node: Node, worker: WorkerInfo, function: Callable[..., T], *args: Any) -> T:
+    """Call a function on a worker while something is traced here.
+
+    On a thread of its own: this one runs under fake tensors, and may not unpack what comes for
+    others. And outside of any autograd context.
+    """
+    answer: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            answer.append(node.wait(node.call(worker, function, args, None)))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=Variables().run, args=(call,), name="telegrad tracing")
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
+    return answer[0]
+
+
+def fingerprint(function: Callable[..., Any]) -> str:
+    """On the owner: tells whether the code of a function is the same."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"torch {torch.__version__}"
+    return _digest(repr((code.co_code, code.co_names, [c for c in code.co_consts if _plain(c)])))
+
+
+def _plain(constant: object) -> bool:
+    return constant is None or isinstance(constant, bool | int | float | str | bytes | tuple)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    module = getattr(function, "__module__", None)
+    return f"{module}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def _description(template: Template) -> Any:
+    if template[0] == "constant" and callable(template[1]):
+        return ("constant", _name(template[1]))
+    return tuple(_description(item) if isinstance(item, tuple) and item else item
+                 for item in template)

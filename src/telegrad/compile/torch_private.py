@@ -1,0 +1,121 @@
+"""Everything that this room uses of torch without torch promising it.
+
+Each private call sits behind one small function here, and nowhere else. What is relied upon:
+
+* Fake tensors with one symbol for each dynamic size, and a list of the guards on those symbols.
+* A compiled function knows the function that it was made from.
+* Dynamo inlines a Python function, `polyfills.accumulate_grad`, for each leaf of a `backward` that
+  it traces; so a function of ours in its place sees all leaves with their gradients.
+* The record that torch keeps of the type `ProcessGroup` has a place for a guard function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    free_unbacked_symbols,
+)
+
+from telegrad.compile.expressions import Formula, encode
+
+
+class Fakes:
+    """Fake tensors, and what was asked about their sizes."""
+
+    def __init__(self) -> None:
+        self._shapes = ShapeEnv()
+        self._mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
+        self._symbols: dict[Any, Formula] = {}
+        self._guards: list[Formula] = []
+
+    def tensor(
+        self,
+        place: int,
+        dtype: torch.dtype,
+        sizes: tuple[int, ...],
+        dynamic: tuple[bool, ...],
+        device: str,
+        needs_gradient: bool,
+    ) -> Tensor:
+        """A fake tensor whose dynamic sizes are symbols, one for each."""
+        # DYNAMIC, not DUCK: two sizes that are equal now may differ in the next call.
+        kinds = [DimDynamic.DYNAMIC if d else DimDynamic.STATIC for d in dynamic]
+        fake: Tensor = self._mode.from_tensor(
+            torch.empty(sizes, dtype=dtype, device=device),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds),
+            source=ConstantSource(f"argument{place}"),
+        )
+        for dimension, size in enumerate(fake.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                symbol = size.node.expr
+                self._symbols.setdefault(symbol, ("input", place, dimension))
+                # Torch reasons about symbols as if they were at least 2.
+                self._guards.append(("GreaterThan", self._symbols[symbol], 2))
+        return fake.requires_grad_(needs_gradient)
+
+    def integer(self, place: int, value: int) -> Any:
+        """An integer that is a symbol."""
+        source = ConstantSource(f"integer{place}")
+        symbol = self._shapes.create_symbol(
+            value, source, DimDynamic.DYNAMIC, positive=None, do_not_specialize_zero_one=True
+        )
+        self._symbols[symbol] = ("int", place)
+        return self._shapes.create_symintnode(symbol, hint=value, source=source)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A fake of a real tensor, with the sizes it has."""
+        fake: Tensor = self._mode.from_tensor(tensor.detach(), static_shapes=True)
+        fake.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            with self._mode:
+                return torch.nn.Parameter(fake, tensor.requires_grad)
+        return fake
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._mode:
+            yield
+
+    def formula(self, size: int | torch.SymInt) -> Formula:
+        """A size of an output in terms of the arguments."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        for symbol in sorted(free_unbacked_symbols(size), key=str):
+            self._symbols.setdefault(symbol, ("unknown", len(self._symbols)))
+        return encode(size.node.expr, self._symbols)
+
+    def guards(self) -> tuple[Formula, ...]:
+        asked = [encode(guard.expr, self._symbols) for guard in self._shapes.guards]
+        return (*self._guards, *asked)
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """A size as it is in the call that is traced now, without a guard on it."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint
+    return 8 if hint is None else int(hint)
+
+
+def seems_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition holds in the call that is traced now, without a guard on it."""
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    return bool(condition.node.hint)
+
+
+def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as it was before `torch.compile`."""
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
+    return function

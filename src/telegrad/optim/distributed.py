@@ -1,0 +1,398 @@
+"""One optimizer over parameters that live on many workers.
+
+The driver keeps the options of each parameter group (learning rate, betas, ...), because that is
+where schedulers change them. Each owner of parameters keeps a plain torch optimizer over its own
+(owned.py). A step is one round trip to all owners at once: it carries the context whose gradients
+are to be applied, options that changed since the last step, and what is to be done to gradients on
+the way (treatment.py).
+
+Clipping by global norm needs one more round trip, in which the owners tell the norms of their
+gradients; the factor travels with the step. The norms are added up in the order of the parameters,
+one number per parameter, exactly as torch does in one process: the result is the same to the bit.
+
+A step that fails on some worker leaves one of these states, and `StepFailed` says which:
+
+- `atomic=True`: every live worker is where it was before the step, parameters and state. Owners
+  keep a copy until all have stepped.
+- otherwise: each worker in `stepped` made the whole step; each in `failed` may have updated some
+  groups. The optimizer refuses further steps until a state is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from telegrad.autograd.api import retrieve_context
+from telegrad.optim.errors import OptimizerError, StepFailed
+from telegrad.optim.owned import Founded, Group, Member, Options, OwnedOptimizer, found_part
+from telegrad.optim.parameters import references_of
+from telegrad.optim.treatment import Clamp, Treatment, clipping
+from telegrad.rpc import RRef, get_worker_info, rpc_async
+
+
+class DistributedOptimizer(Optimizer):
+    """Any `torch.optim` optimizer, over parameters of any workers.
+
+        optimizer = DistributedOptimizer(torch.optim.Adam, [encoder, decoder], lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        with telegrad.autograd.context() as context_id:
+            telegrad.autograd.backward(context_id, [loss(decoder(encoder.lazy(x)), y)])
+            optimizer.clip_grad_norm_(context_id, 1.0)
+            optimizer.step(context_id)
+        scheduler.step()
+
+    `params` are tensors of this worker, RRefs, RemoteModules, modules that contain RemoteModules,
+    (name, parameter) pairs, or parameter groups of these. Further arguments go to
+    `optimizer_class`. Hooks of the step run on the driver.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        params: Any,
+        *args: Any,
+        atomic: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._parts: dict[str, RRef[OwnedOptimizer]] = {}
+        self._members: list[list[Member]] = []
+        self._named: list[bool] = []
+        self._sent: list[Options] = []
+        self._treatments: dict[int | None, list[Treatment]] = {}
+        self._failure: StepFailed | None = None
+        self._atomic = atomic
+        self._make = (optimizer_class, args, kwargs)
+        super().__init__(_as_groups(params), {})
+        self._found_parts()
+
+    # Parameters.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters may live on workers that had none before."""
+        options = dict(param_group)
+        references = references_of(options.pop("params"))
+        if not references:
+            raise ValueError("optimizer got an empty parameter list")
+        first = sum(map(len, self._members))
+        group = [
+            Member(index, name or f"parameter {index}", rref)
+            for index, (name, rref) in enumerate(references, first)
+        ]
+        self._members.append(group)
+        self._named.append(all(name for name, _ in references))
+        self.param_groups.append({"params": [member.rref for member in group], **options})
+        if self._parts:
+            self._extend(len(self._members) - 1)
+
+    def _groups_by_owner(self, indices: Iterable[int]) -> dict[str, list[Group]]:
+        groups: dict[str, list[Group]] = {}
+        for index in indices:
+            owned: dict[str, list[Member]] = {}
+            for member in self._members[index]:
+                owned.setdefault(member.rref.owner_name(), []).append(member)
+            options = _without_params(self.param_groups[index])
+            for owner, members in owned.items():
+                groups.setdefault(owner, []).append(Group(index, tuple(members), options))
+        return groups
+
+    def _found_parts(self) -> None:
+        made = self._found(self._groups_by_owner(range(len(self._members))))
+        self.defaults = next(iter(made.values())).defaults
+        for founded in made.values():
+            self._adopt(founded.options)
+
+    def _found(self, groups: Mapping[str, list[Group]]) -> dict[str, Founded]:
+        make, args, kwargs = self._make
+        here = get_worker_info().name
+        futures = {
+            owner: rpc_async(owner, found_part, (make, part, args, kwargs))
+            for owner, part in groups.items()
+            if owner != here
+        }
+        made = {here: found_part(make, groups[here], args, kwargs)} if here in groups else {}
+        made.update({owner: future.wait() for owner, future in futures.items()})
+        self._parts.update({owner: founded.part for owner, founded in made.items()})
+        return made
+
+    def _extend(self, index: int) -> None:
+        groups = self._groups_by_owner([index])
+        known = {owner: (part[0],) for owner, part in groups.items() if owner in self._parts}
+        made = self._found({o: g for o, g in groups.items() if o not in known})
+        for founded in made.values():
+            self._adopt(founded.options)
+        for options in self._on_owners("add_group", known).values():
+            self._adopt({index: options[index]})
+
+    def _adopt(self, options: Mapping[int, Options]) -> None:
+        """Take over what torch made of the options on an owner."""
+        for index, known in options.items():
+            self.param_groups[index].update(known)
+        self._sent = [_snapshot(group) for group in self.param_groups]
+
+    # Gradients.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that `accumulate` added up.
+
+        Gradients of a context end with the context, so without `accumulate` there is nothing to
+        clear. `.grad` is neither used nor changed.
+        """
+        self._treatments.clear()
+        self._on_all("zero_grad")
+
+    def accumulate(self, context_id: int) -> None:
+        """Add the gradients of a context to those that the next step will apply.
+
+        Call it inside of each context, then `step()` (or `step(context_id)` in the last of them).
+        """
+        retrieve_context(context_id)
+        self._on_all("accumulate", context_id)
+
+    def clip_grad_norm_(
+        self,
+        context_id: int | None,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clip the gradients of the next step by their norm over all workers, and return it.
+
+        As `torch.nn.utils.clip_grad_norm_`, in one round trip. The gradients in the context stay
+        as they are: clipping takes place in `step(context_id)`.
+        """
+        asked = (context_id, tuple(self._treatments_of(context_id)), norm_type)
+        answers = self._on_all("norms", *asked)
+        by_index = {i: norm for answer in answers.values() for i, norm in answer.items()}
+        norms = [by_index[index] for index in sorted(by_index)]
+        total = (
+            torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+        )
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be "
+                f"clipped; it is largest for parameter {self._name(_worst(by_index))}."
+            )
+        self._treatments_of(context_id).append(clipping(total, max_norm))
+        return total
+
+    def clip_grad_value_(self, context_id: int | None, clip_value: float) -> None:
+        """Clip each element of the gradients of the next step; costs no round trip."""
+        self._treatments_of(context_id).append(Clamp(float(clip_value)))
+
+    def all_finite(self, context_id: int | None) -> bool:
+        """Whether no gradient on any worker has an infinity or a NaN."""
+        asked = (context_id, tuple(self._treatments_of(context_id)))
+        return all(self._on_all("all_finite", *asked).values())
+
+    def treat(self, context_id: int | None, treatment: Treatment) -> None:
+        """Have something done to the gradients of the next step."""
+        self._treatments_of(context_id).append(treatment)
+
+    def _treatments_of(self, context_id: int | None) -> list[Treatment]:
+        return self._treatments.setdefault(context_id, [])
+
+    def _name(self, index: int) -> str:
+        member = next(m for group in self._members for m in group if m.index == index)
+        return f"{member.name!r} on worker {member.rref.owner_name()!r}"
+
+    # Stepping.
+
+    def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
+        """Apply the gradients of a context, and those that were accumulated, on all owners at once.
+
+        Parameters without a gradient are left alone, as in torch. Returns when all have stepped.
+        """
+        if callable(context_id):
+            raise TypeError(
+                "step() takes a context id, not a closure: optimizers that evaluate the model "
+                "several times per step cannot be distributed."
+            )
+        if context_id is not None:
+            retrieve_context(context_id)
+        self._refuse_after_failure()
+        treatments = tuple(self._treatments.pop(context_id, ()))
+        changed = self._changed_options()
+        calls = {
+            owner: (context_id, treatments, self._of_owner(changed, owner), self._atomic)
+            for owner in self._parts
+        }
+        stepped, failed = self._attempt("step", calls)
+        if failed:
+            self._fail(stepped, failed)
+        for index, options in changed.items():
+            self._sent[index].update(_snapshot(options))
+
+    def _changed_options(self) -> dict[int, Options]:
+        changed: dict[int, Options] = {}
+        for index, (group, sent) in enumerate(zip(self.param_groups, self._sent, strict=True)):
+            news = {
+                key: value
+                for key, value in group.items()
+                if key != "params" and not _same(value, sent.get(key, _ABSENT))
+            }
+            if news:
+                changed[index] = news
+        return changed
+
+    def _of_owner(self, options: Mapping[int, Options], owner: str) -> dict[int, Options]:
+        """The options of the groups in which a worker has parameters."""
+        return {
+            index: known
+            for index, known in options.items()
+            if any(member.rref.owner_name() == owner for member in self._members[index])
+        }
+
+    def _fail(self, stepped: Mapping[str, Any], failed: Mapping[str, BaseException]) -> None:
+        if self._atomic:
+            _, lost = self._attempt("undo", dict.fromkeys(stepped, ()))
+            failure = StepFailed({**failed, **lost}, ())
+        else:
+            failure = self._failure = StepFailed(failed, tuple(stepped))
+        raise failure from next(iter(failed.values()))
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise OptimizerError(
+                "An earlier step was made on some workers only, so their parameters do not belong "
+                "together: load a checkpoint or a state_dict before the next step."
+            ) from self._failure
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all owners, as the same optimizer in one process would give it."""
+        state = {i: kept for part in self._on_all("state").values() for i, kept in part.items()}
+        groups = []
+        for group, members, named in zip(
+            self.param_groups, self._members, self._named, strict=True
+        ):
+            packed = {**_without_params(group), "params": [member.index for member in members]}
+            if named:
+                packed["param_names"] = [member.name for member in members]
+            groups.append(packed)
+        return {"state": {index: state[index] for index in sorted(state)}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that this optimizer, or one in a single process, has given."""
+        groups = state_dict["param_groups"]
+        sizes, own_sizes = [len(g["params"]) for g in groups], [len(m) for m in self._members]
+        if sizes != own_sizes:
+            raise ValueError(
+                f"The state has groups of {sizes} parameters, but this optimizer of {own_sizes}."
+            )
+        numbers = [number for group in groups for number in group["params"]]
+        state = {
+            i: state_dict["state"][n] for i, n in enumerate(numbers) if n in state_dict["state"]
+        }
+        self._load(state, {index: _without_params(group) for index, group in enumerate(groups)})
+
+    def _load(self, state: Mapping[int, Any], options: Mapping[int, Options]) -> None:
+        calls = {
+            owner: (self._state_of(state, owner), self._of_owner(options, owner))
+            for owner in self._parts
+        }
+        self._on_owners("load_state", calls)
+        self._adopt(options)
+        self._treatments.clear()
+        self._failure = None
+
+    @property
+    def parts(self) -> dict[str, RRef[OwnedOptimizer]]:
+        """The part of each owner, by its name."""
+        return dict(self._parts)
+
+    def options(self) -> list[Options]:
+        """The options of each group."""
+        return [_without_params(group) for group in self.param_groups]
+
+    def resume(self, options: Mapping[int, Options]) -> None:
+        """The owners' state was put back from outside: go on from there with these options."""
+        for index, known in options.items():
+            self.param_groups[index].update(known)
+        self._treatments.clear()
+        self._failure = None
+
+    def _state_of(self, state: Mapping[int, Any], owner: str) -> dict[int, Any]:
+        members = [member for group in self._members for member in group]
+        owned = {member.index for member in members if member.rref.owner_name() == owner}
+        return {index: kept for index, kept in state.items() if index in owned}
+
+    # Asking the owners.
+
+    def _on_all(self, method: str, *args: Any) -> dict[str, Any]:
+        return self._on_owners(method, dict.fromkeys(self._parts, args))
+
+    def _on_owners(self, method: str, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        answers, failed = self._attempt(method, calls)
+        for error in failed.values():
+            raise error
+        return answers
+
+    def _attempt(
+        self, method: str, calls: Mapping[str, tuple[Any, ...]]
+    ) -> tuple[dict[str, Any], dict[str, BaseException]]:
+        """Call a method of several parts at once; what each returned, or raised."""
+        begun = [(owner, _begin(self._parts[owner], method, args)) for owner, args in calls.items()]
+        # This worker's own part runs while the others work.
+        begun.sort(key=lambda each: self._parts[each[0]].is_owner(), reverse=True)
+        answers: dict[str, Any] = {}
+        failed: dict[str, BaseException] = {}
+        for owner, finish in begun:
+            try:
+                answers[owner] = finish()
+            except Exception as error:
+                failed[owner] = error
+        return answers, failed
+
+
+_ABSENT = object()
+
+
+def _begin(part: RRef[OwnedOptimizer], method: str, args: tuple[Any, ...]) -> Callable[[], Any]:
+    """Begin a call of a part's method; what is returned finishes it."""
+    if part.is_owner():
+        return lambda: getattr(part.local_value(), method)(*args)
+    try:
+        future = getattr(part.rpc_async(), method)(*args)
+    except Exception as error:
+        problem = error
+
+        def fail() -> None:
+            raise problem
+
+        return fail
+    return future.wait  # type: ignore[no-any-return]
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    if not isinstance(params, Iterable) or isinstance(params, Tensor | torch.nn.Module):
+        return [{"params": params}]
+    items = list(params)
+    return items if items and isinstance(items[0], dict) else [{"params": items}]
+
+
+def _without_params(group: Mapping[str, Any]) -> Options:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _snapshot(options: Mapping[str, Any]) -> Options:
+    """Options as they are now: schedulers change a tensor in place."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in _without_params(options).items()
+    }
+
+
+def _same(value: Any, sent: Any) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(sent, Tensor) and torch.equal(value, sent)
+    return type(value) is type(sent) and bool(value == sent)
+
+
+def _worst(norms: Mapping[int, Tensor]) -> int:
+    return max(norms, key=lambda index: float(torch.nan_to_num(norms[index], nan=float("inf"))))

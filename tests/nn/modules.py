@@ -1,0 +1,119 @@
+"""What the workers of these tests host and run."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from telegrad import rpc
+from telegrad.nn import RemoteModule
+
+seen: list[Any] = []
+
+
+def take_seen() -> list[Any]:
+    taken = seen[:]
+    seen.clear()
+    return taken
+
+
+def linear(inputs: int, outputs: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(inputs, outputs)
+
+
+def mixed(seed: int) -> nn.Module:
+    """Parameters, buffers of two dtypes, dropout: all that state and modes are about."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+
+class Attend(nn.Module):
+    """Takes and gives containers."""
+
+    def forward(self, pair: tuple[Tensor, Tensor], *, more: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sum": pair[0] + pair[1] + more["x"], "product": pair[0] * pair[1]}
+
+
+class Wide(nn.Module):
+    """Makes a small input large; a large one small again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x if x.numel() == 1 else (self.weight * x).mean()
+
+
+class GradModes(nn.Module):
+    def forward(self, x: Tensor) -> tuple[bool, Tensor]:
+        return torch.is_grad_enabled(), x * 2
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ArithmeticError("no result today")
+
+
+def call_it(module: RemoteModule, x: Tensor) -> Tensor:
+    result: Tensor = module(x)
+    return result
+
+
+def bytes_moved() -> int:
+    """How many bytes this worker has sent to and received from all others."""
+    return sum(sent + received for sent, received in rpc.debug_info()["bytes"].values())
+
+
+def record_output(module: nn.Module, args: Any, output: Tensor) -> None:
+    seen.append(("forward", tuple(output.shape)))
+
+
+def record_gradient(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+    seen.append(("backward", tuple(grad_output[0].shape)))
+
+
+def register(module: nn.Module) -> None:
+    module.register_forward_hook(record_output)
+    module.register_full_backward_hook(record_gradient)
+
+
+def fill_with_ones(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.ones_(module.weight)
+
+
+class Mortal(nn.Module):
+    """Tells when it is gone."""
+
+    gone = threading.Event()
+
+    def __init__(self) -> None:
+        super().__init__()
+        weakref.finalize(self, Mortal.gone.set)
+
+
+def await_death() -> bool:
+    return Mortal.gone.wait(20)
+
+
+class Counts(nn.Module):
+    """State that is no tensor."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = {"calls": [calls]}
+
+    def forward(self) -> dict[str, list[int]]:
+        return self.calls
+
+    def get_extra_state(self) -> dict[str, list[int]]:
+        return self.calls
+
+    def set_extra_state(self, state: dict[str, list[int]]) -> None:
+        self.calls = state

@@ -1,0 +1,257 @@
+"""A RemoteModule is a module: used as if it were here, equal to what it would be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from telegrad import autograd, rpc
+from telegrad.nn import Lazy, RemoteModule
+from tests.nn import modules
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+def pair(seed: int = 3) -> tuple[nn.Module, RemoteModule]:
+    return modules.linear(4, 2, seed), RemoteModule("worker1", modules.linear, (4, 2, seed))
+
+
+def x(rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(11))
+
+
+# Calling.
+
+
+def test_a_call_gives_what_the_module_would_give_here() -> None:
+    local, remote = pair()
+    torch.testing.assert_close(remote(x()), local(x()).detach())
+    torch.testing.assert_close(remote.forward_async(x()).wait(), local(x()).detach())
+    torch.testing.assert_close(remote.lazy(x()).to_here(), local(x()).detach())
+
+
+def test_gradients_are_those_of_one_process() -> None:
+    local, remote = pair()
+    here, there = x().requires_grad_(), x().requires_grad_()
+    local(here).square().sum().backward()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [remote(there).square().sum()])
+        torch.testing.assert_close(autograd.get_gradients(context_id)[there], here.grad)
+        weights = remote.run(gradients_of, context_id)
+    torch.testing.assert_close(weights, [p.grad for p in local.parameters()])
+
+
+def gradients_of(module: nn.Module, context_id: int) -> list[torch.Tensor]:
+    found = autograd.get_gradients(context_id)
+    return [found[p] for p in module.parameters()]
+
+
+def test_containers_and_lazy_values_inside_of_them_are_arguments() -> None:
+    attend = RemoteModule("worker2", modules.Attend)
+    _, remote = pair()
+    lazy = remote.lazy(x())
+    value = lazy.to_here()
+    found = attend((lazy, torch.ones(3, 2)), more={"x": lazy})
+    torch.testing.assert_close(found["sum"], value + 1 + value)
+    torch.testing.assert_close(found["product"], value)
+
+
+@pytest.mark.parametrize("recording", [True, False])
+def test_grad_mode_of_the_caller_holds_on_the_worker(recording: bool) -> None:
+    modes = RemoteModule("worker1", modules.GradModes)
+    with autograd.context(), torch.set_grad_enabled(recording):
+        assert modes(torch.ones(1))[0] is recording
+    assert modes(torch.ones(1))[0] is False, "outside of a context nothing could come back"
+
+
+def test_an_error_of_the_module_is_raised_where_its_result_is_asked_for() -> None:
+    fails = RemoteModule("worker1", modules.Fails)
+    with pytest.raises(ArithmeticError, match="no result today"):
+        fails(x())
+    with pytest.raises(ArithmeticError, match="no result today"):
+        fails.lazy(x()).to_here()
+    _, remote = pair()
+    with pytest.raises(ArithmeticError, match="no result today"):
+        remote(fails.lazy(x()))
+
+
+def test_what_makes_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match="made a dict"):
+        RemoteModule("worker1", dict)
+    with pytest.raises(RuntimeError, match="nowhere"):
+        RemoteModule("nowhere", nn.Identity)
+
+
+# Lazy results.
+
+
+def test_activations_between_two_remote_modules_do_not_pass_through_the_caller() -> None:
+    width = 1 << 18
+    first = RemoteModule("worker1", modules.Wide, (width,))
+    second = RemoteModule("worker2", modules.Wide, (width,))
+    start = torch.ones(1, requires_grad=True)
+
+    def round_trip(lazy: bool) -> int:
+        before = modules.bytes_moved()
+        with autograd.context() as context_id:
+            middle = first.lazy(start) if lazy else first(start)
+            autograd.backward(context_id, [second(middle)])
+            gradient = autograd.get_gradients(context_id)[start]
+        torch.testing.assert_close(gradient, torch.full((1,), 0.25))
+        return modules.bytes_moved() - before
+
+    activation = width * 4
+    through_here, past_here = round_trip(lazy=False), round_trip(lazy=True)
+    print(f"bytes at the caller: {past_here} lazily, {through_here} otherwise")
+    assert past_here < 10_000 < 4 * activation <= through_here
+
+
+def test_then_goes_on_where_the_value_is() -> None:
+    local, remote = pair()
+    target = torch.zeros(3, 2)
+    here = x().requires_grad_()
+    nn.functional.mse_loss(local(here), target).backward()
+    there = x().requires_grad_()
+    with autograd.context() as context_id:
+        loss = remote.lazy(there).then(nn.functional.mse_loss, target)
+        assert isinstance(loss, Lazy)
+        assert loss.owner.name == "worker1"
+        loss.backward(context_id)
+        torch.testing.assert_close(autograd.get_gradients(context_id)[there], here.grad)
+
+
+# As a module among modules.
+
+
+def test_parameters_are_references_with_names() -> None:
+    local, remote = pair()
+    found = dict(remote.named_parameters(prefix="layer"))
+    assert list(found) == ["layer.weight", "layer.bias"]
+    assert all(rref.owner_name() == "worker1" for rref in found.values())
+    torch.testing.assert_close(
+        [rref.to_here().detach() for rref in remote.parameters()],
+        [p.detach() for p in local.parameters()],
+    )
+
+
+def test_state_of_a_parent_includes_that_of_the_remote_child() -> None:
+    local = nn.ModuleDict({"a": nn.Linear(2, 2), "b": modules.mixed(1)})
+    spread = nn.ModuleDict(
+        {"a": nn.Linear(2, 2), "b": RemoteModule("worker1", modules.mixed, (2,))}
+    )
+    assert list(spread.state_dict()) == list(local.state_dict())
+    spread.load_state_dict(local.state_dict())
+    torch.testing.assert_close(dict(spread.state_dict()), dict(local.state_dict()))
+
+
+def test_names_that_do_not_match_are_told_as_torch_tells_them() -> None:
+    parent = nn.ModuleDict({"b": RemoteModule("worker1", modules.linear, (2, 2, 0))})
+    state = dict(parent.state_dict())
+    state["b.extra"] = state.pop("b.bias")
+    with pytest.raises(RuntimeError, match=r"Missing key.*b\.bias.*\n.*Unexpected key.*b\.extra"):
+        parent.load_state_dict(state)
+    found = parent.load_state_dict(state, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["b.bias"], ["b.extra"])
+    state["b.weight"] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"on worker 'worker1'.*\n.*size mismatch"):
+        parent.load_state_dict(state, strict=False)
+
+
+def test_train_and_eval_of_a_parent_reach_the_remote_child() -> None:
+    remote = RemoteModule("worker1", modules.mixed, (1,))
+    parent = nn.Sequential(remote)
+    parent.eval()
+    assert not remote.training
+    inputs = torch.ones(2, 3)
+    assert torch.equal(parent(inputs), parent(inputs)), "dropout must be off"
+    parent.train()
+    assert remote.run(is_training)
+
+
+def is_training(module: nn.Module) -> bool:
+    return all(part.training for part in module.modules())
+
+
+def test_conversions_of_a_parent_reach_the_remote_child_but_for_its_integers() -> None:
+    remote = RemoteModule("worker1", modules.mixed, (1,))
+    expected = modules.mixed(1).double().state_dict()
+    nn.Sequential(remote).double()
+    torch.testing.assert_close(remote.state_dict(), dict(expected))
+    remote.to(torch.float32)
+    assert remote.state_dict()["0.weight"].dtype is torch.float32
+
+
+def test_a_device_can_be_named_with_the_worker() -> None:
+    remote = RemoteModule("worker1/meta", modules.linear, (4, 2, 0))
+    assert remote.run(device_of) == "meta"
+    assert remote(x()).is_meta
+
+
+def device_of(module: nn.Module) -> str:
+    return next(module.parameters()).device.type
+
+
+def test_requires_grad_and_zero_grad_act_on_the_worker() -> None:
+    _, remote = pair()
+    remote.requires_grad_(False)
+    assert remote.run(flags) == [False, False]
+    remote.requires_grad_()
+    remote.run(set_grad)
+    assert remote.run(has_grad)
+    remote.zero_grad()
+    assert not remote.run(has_grad)
+
+
+def flags(module: nn.Module) -> list[bool]:
+    return [p.requires_grad for p in module.parameters()]
+
+
+def set_grad(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+
+
+def has_grad(module: nn.Module) -> bool:
+    return any(p.grad is not None for p in module.parameters())
+
+
+def test_apply_of_a_parent_reaches_the_remote_child() -> None:
+    _, remote = pair()
+    nn.Sequential(remote).apply(modules.fill_with_ones)
+    assert torch.equal(remote.state_dict()["weight"], torch.ones(2, 4))
+
+
+def test_it_can_be_sent_to_another_worker_alone_or_inside_of_a_module() -> None:
+    local, remote = pair()
+    expected = local(x()).detach()
+    torch.testing.assert_close(rpc.rpc_sync("worker2", modules.call_it, (remote, x())), expected)
+    parent = nn.Sequential(nn.Identity(), remote)
+    torch.testing.assert_close(rpc.rpc_sync("worker2", modules.call_it, (parent, x())), expected)
+    torch.testing.assert_close(rpc.rpc_sync("worker1", modules.call_it, (remote, x())), expected)
+
+
+def test_hooks_run_at_the_caller_or_where_the_module_lives() -> None:
+    _, remote = pair()
+    rpc.rpc_sync("worker1", modules.take_seen)
+    remote.run(modules.register)
+    here: list[Any] = []
+    remote.register_forward_hook(lambda module, args, output: here.append(tuple(output.shape)))
+    remote.register_full_backward_hook(lambda m, gi, go: here.append((gi[0].shape, go[0].shape)))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [remote(x().requires_grad_()).sum()])
+    assert here == [(3, 2), (torch.Size([3, 4]), torch.Size([3, 2]))]
+    assert rpc.rpc_sync("worker1", modules.take_seen) == [("forward", (3, 2)), ("backward", (3, 2))]
+
+
+def test_it_says_where_it_is() -> None:
+    assert repr(RemoteModule("worker2", nn.Identity)) == "RemoteModule(on worker2)"
+
+
+def test_the_module_goes_when_the_last_face_of_it_goes() -> None:
+    rpc.rpc_sync("worker1", modules.take_seen)
+    remote = RemoteModule("worker1", modules.Mortal)
+    del remote
+    assert rpc.rpc_sync("worker1", modules.await_death)

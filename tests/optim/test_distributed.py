@@ -1,0 +1,382 @@
+"""DistributedOptimizer does what the same torch optimizer does in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+from telegrad import autograd, rpc
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc.node import current_node
+from tests.optim.models import Local, Spread, batches, loss_of
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01}),
+    (optim.Adagrad, {"lr": 0.1, "fused": True}),
+    (optim.Adam, {"lr": 0.01}),
+    (optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (optim.Adam, {"lr": 0.01, "foreach": True}),
+    (optim.Adam, {"lr": 0.01, "fused": True}),
+    (optim.Adam, {"lr": 0.01, "maximize": True}),
+    (optim.AdamW, {"lr": 0.01, "amsgrad": True, "foreach": True}),
+    (optim.AdamW, {"lr": 0.01, "fused": True}),
+    (optim.Adadelta, {"lr": 1.0}),
+    (optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    (optim.Adamax, {"lr": 0.01}),
+    (optim.Rprop, {"lr": 0.01, "foreach": True}),
+    (optim.NAdam, {"lr": 0.01}),
+    (optim.ASGD, {"lr": 0.01}),
+]
+
+
+def name_of(kind: Any) -> str:
+    if isinstance(kind, dict):
+        return "-".join(f"{key}={value}" for key, value in kind.items())
+    return str(kind.__name__)
+
+
+def assert_same_state(spread: nn.Module, local: nn.Module) -> None:
+    torch.testing.assert_close(dict(spread.state_dict()), dict(local.state_dict()))
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), KINDS, ids=name_of)
+def test_each_optimizer_gives_the_parameters_of_one_process(
+    optimizer_class: Any, options: dict[str, Any]
+) -> None:
+    local, spread = Local(), Spread()
+    plain = optimizer_class(local.parameters(), **options)
+    distributed = DistributedOptimizer(optimizer_class, spread, **options)
+    for batch in batches(3):
+        plain.zero_grad()
+        loss_of(local, batch).backward()
+        plain.step()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [loss_of(spread, batch)])
+            distributed.step(context_id)
+    assert_same_state(spread, local)
+
+
+def train(model: nn.Module, optimizer: DistributedOptimizer, steps: int) -> None:
+    for batch in batches(steps):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [loss_of(model, batch)])
+            optimizer.step(context_id)
+
+
+def train_locally(model: nn.Module, optimizer: optim.Optimizer, steps: int) -> None:
+    for batch in batches(steps):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def test_a_sparse_gradient_reaches_the_optimizer_as_it_is() -> None:
+    local = nn.Embedding(5, 2, sparse=True, _weight=torch.ones(5, 2))
+    remote = RemoteModule("worker1", ones_embedding)
+    plain = optim.SparseAdam(local.parameters(), lr=0.1)
+    distributed = DistributedOptimizer(optim.SparseAdam, remote, lr=0.1)
+    rows = torch.tensor([1, 3, 3])
+    for _ in range(2):
+        plain.zero_grad()
+        local(rows).square().sum().backward()
+        plain.step()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [remote(rows).square().sum()])
+            distributed.clip_grad_value_(context_id, 100.0)
+            distributed.step(context_id)
+    torch.testing.assert_close(remote.state_dict()["weight"], local.weight.detach())
+
+
+def ones_embedding() -> nn.Module:
+    return nn.Embedding(5, 2, sparse=True, _weight=torch.ones(5, 2))
+
+
+def test_parameters_are_given_as_references_pairs_modules_or_tensors() -> None:
+    local, spread = Local(), Spread()
+    plain = optim.SGD(local.parameters(), lr=0.1)
+    mixed = [
+        *spread.first.parameters(),
+        *spread.middle.named_parameters(prefix="middle"),
+        spread.last.weight,
+        ("last.bias", spread.last.bias),
+    ]
+    distributed = DistributedOptimizer(optim.SGD, mixed, lr=0.1)
+    train_locally(local, plain, 2)
+    train(spread, distributed, 2)
+    assert_same_state(spread, local)
+
+
+def test_parameter_groups_span_workers_and_have_options_of_their_own() -> None:
+    local, spread = Local(), Spread()
+    plain = optim.SGD(
+        [
+            {"params": [*local.first.parameters(), *local.last.parameters()], "lr": 0.5},
+            {"params": local.middle.parameters(), "momentum": 0.9},
+        ],
+        lr=0.1,
+    )
+    distributed = DistributedOptimizer(
+        optim.SGD,
+        [
+            {"params": [spread.first, spread.last], "lr": 0.5},
+            {"params": spread.middle, "momentum": 0.9},
+        ],
+        lr=0.1,
+    )
+    train_locally(local, plain, 3)
+    train(spread, distributed, 3)
+    assert_same_state(spread, local)
+    assert [group["lr"] for group in distributed.param_groups] == [0.5, 0.1]
+
+
+def test_a_group_added_later_may_live_on_a_new_worker() -> None:
+    local, spread = Local(), Spread()
+    plain = optim.Adam(local.first.parameters(), lr=0.1)
+    distributed = DistributedOptimizer(optim.Adam, spread.first, lr=0.1)
+    plain.add_param_group({"params": list(local.middle.parameters()), "lr": 0.2})
+    plain.add_param_group({"params": list(local.last.parameters())})
+    distributed.add_param_group({"params": spread.middle, "lr": 0.2})
+    distributed.add_param_group({"params": spread.last})
+    train_locally(local, plain, 2)
+    train(spread, distributed, 2)
+    assert_same_state(spread, local)
+
+
+def one_cycle(optimizer: optim.Optimizer) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+
+
+def warm_up_then_cosine(optimizer: optim.Optimizer) -> Any:
+    warm = lr_scheduler.LinearLR(optimizer, total_iters=2)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    return lr_scheduler.SequentialLR(optimizer, [warm, cosine], milestones=[2])
+
+
+def halved_each_step(optimizer: optim.Optimizer) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+@pytest.mark.parametrize("make", [one_cycle, warm_up_then_cosine, halved_each_step])
+def test_schedulers_change_the_options_on_every_owner(make: Any) -> None:
+    local, spread = Local(), Spread()
+    plain = optim.AdamW(local.parameters(), lr=0.05)
+    distributed = DistributedOptimizer(optim.AdamW, spread, lr=0.05)
+    schedule, plain_schedule = make(distributed), make(plain)
+    for batch in batches(5):
+        plain.zero_grad()
+        loss_of(local, batch).backward()
+        plain.step()
+        plain_schedule.step()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [loss_of(spread, batch)])
+            distributed.step(context_id)
+        schedule.step()
+        assert distributed.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    assert_same_state(spread, local)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_norm_that_clips_is_that_of_all_workers(norm_type: float) -> None:
+    local, spread = Local(), Spread()
+    plain = optim.SGD(local.parameters(), lr=0.5)
+    distributed = DistributedOptimizer(optim.SGD, spread, lr=0.5)
+    for batch in batches(3):
+        plain.zero_grad()
+        loss_of(local, batch).backward()
+        expected = nn.utils.clip_grad_norm_(local.parameters(), 0.1, norm_type)
+        plain.step()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [loss_of(spread, batch)])
+            norm = distributed.clip_grad_norm_(context_id, 0.1, norm_type)
+            distributed.step(context_id)
+        torch.testing.assert_close(norm, expected)
+    assert_same_state(spread, local)
+
+
+def test_clipping_by_norm_costs_one_call_per_owner_and_by_value_none() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
+        before = current_node().calls_made()
+        optimizer.clip_grad_norm_(context_id, 1.0)
+        assert current_node().calls_made() - before == 2
+        optimizer.clip_grad_value_(context_id, 1.0)
+        assert current_node().calls_made() - before == 2
+
+
+def test_clipping_by_value_and_by_norm_apply_in_the_order_they_were_asked_for() -> None:
+    local, spread = Local(), Spread()
+    plain = optim.SGD(local.parameters(), lr=0.5)
+    distributed = DistributedOptimizer(optim.SGD, spread, lr=0.5)
+    (batch,) = batches(1)
+    loss_of(local, batch).backward()
+    nn.utils.clip_grad_value_(local.parameters(), 0.02)
+    expected = nn.utils.clip_grad_norm_(local.parameters(), 0.05)
+    plain.step()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batch)])
+        distributed.clip_grad_value_(context_id, 0.02)
+        norm = distributed.clip_grad_norm_(context_id, 0.05)
+        distributed.step(context_id)
+    torch.testing.assert_close(norm, expected)
+    assert_same_state(spread, local)
+
+
+def test_a_norm_that_is_not_finite_names_the_parameter() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    spread.middle.run(spoil_bias)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
+        with pytest.raises(RuntimeError, match=r"non-finite.*on worker '(worker1|worker2|main)'"):
+            optimizer.clip_grad_norm_(context_id, 1.0, error_if_nonfinite=True)
+
+
+def spoil_bias(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.bias.fill_(float("nan"))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("in_last_context", [True, False])
+def test_gradients_of_several_contexts_add_up_to_one_step(in_last_context: bool) -> None:
+    local, spread = Local(), Spread()
+    plain = optim.Adam(local.parameters(), lr=0.1)
+    distributed = DistributedOptimizer(optim.Adam, spread, lr=0.1)
+    for _ in range(2):
+        plain.zero_grad()
+        *firsts, last = batches(3)
+        for batch in (*firsts, last):
+            loss_of(local, batch).backward()
+        plain.step()
+        for batch in firsts:
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [loss_of(spread, batch)])
+                distributed.accumulate(context_id)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [loss_of(spread, last)])
+            if in_last_context:
+                distributed.step(context_id)
+            else:
+                distributed.accumulate(context_id)
+        if not in_last_context:
+            distributed.step()
+    assert_same_state(spread, local)
+
+
+def test_zero_grad_drops_what_was_accumulated() -> None:
+    spread = Spread()
+    before = copy.deepcopy(spread.state_dict())
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
+        optimizer.accumulate(context_id)
+    optimizer.zero_grad()
+    optimizer.step()
+    torch.testing.assert_close(dict(spread.state_dict()), dict(before))
+
+
+def test_a_step_neither_uses_nor_changes_grad() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    spread.last.weight.grad = torch.full_like(spread.last.weight, 1e6)
+    train(spread, optimizer, 1)
+    assert spread.last.weight.abs().max() < 10
+    assert torch.all(spread.last.weight.grad == 1e6)
+
+
+def test_parameters_without_gradient_stay_as_they_are() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.Adam, spread, lr=0.1, weight_decay=0.1)
+    before = copy.deepcopy(spread.state_dict())
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [spread.first(torch.ones(2, 6)).sum()])
+        optimizer.step(context_id)
+    after = spread.state_dict()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {"first.weight", "first.bias"}
+
+
+def test_the_state_is_that_of_one_process_and_moves_both_ways() -> None:
+    local, spread = Local(), Spread()
+    plain = optim.Adam(local.named_parameters(), lr=0.1, amsgrad=True)
+    distributed = DistributedOptimizer(optim.Adam, spread, lr=0.1, amsgrad=True)
+    train_locally(local, plain, 2)
+    train(spread, distributed, 2)
+    state, expected = distributed.state_dict(), plain.state_dict()
+    torch.testing.assert_close(state["state"], expected["state"])
+    assert state["param_groups"] == expected["param_groups"]
+
+    other_local, other_spread = Local(), Spread()
+    other_local.load_state_dict(spread.state_dict())
+    other_spread.load_state_dict(local.state_dict())
+    other_plain = optim.Adam(other_local.named_parameters(), lr=1.0)
+    other_plain.load_state_dict(state)
+    other_distributed = DistributedOptimizer(optim.Adam, other_spread, lr=1.0)
+    other_distributed.load_state_dict(expected)
+    train_locally(other_local, other_plain, 2)
+    train(other_spread, other_distributed, 2)
+    assert_same_state(other_spread, other_local)
+
+
+def test_a_state_of_other_groups_is_refused() -> None:
+    optimizer = DistributedOptimizer(optim.Adam, Spread(), lr=0.1)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["params"].pop()
+    with pytest.raises(
+        ValueError, match=r"groups of \[5\] parameters, but this optimizer of \[6\]"
+    ):
+        optimizer.load_state_dict(state)
+
+
+def test_trainers_that_share_parameters_lose_no_update() -> None:
+    shared = RemoteModule("worker1", zeros)
+    workers = ["main", "worker2"]
+    futures = [rpc.rpc_async(name, pull_down, (shared, 20)) for name in workers]
+    for future in futures:
+        future.wait()
+    assert torch.equal(shared.state_dict()["weight"], torch.full((50,), -40.0))
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(50))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum()
+
+
+def zeros() -> nn.Module:
+    return Weight()
+
+
+def pull_down(shared: RemoteModule, steps: int) -> None:
+    optimizer = DistributedOptimizer(optim.SGD, shared, lr=1.0)
+    for _ in range(steps):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [shared()])
+            optimizer.step(context_id)
+
+
+def test_hooks_and_repr_are_those_of_an_optimizer() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train(spread, optimizer, 1)
+    assert seen == ["before", "after"]
+    assert "lr: 0.1" in repr(optimizer)

@@ -1,0 +1,148 @@
+"""What the optimizer says, and what state it leaves, when something is wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from telegrad import autograd, rpc
+from telegrad.autograd import UnknownContext
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer, OptimizerError, StepFailed
+from tests.optim.models import Spread, batches, loss_of
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+failing = False
+
+
+def set_failing(fail: bool) -> None:
+    global failing
+    failing = fail
+
+
+class FailsOnOrder(optim.SGD):
+    """Updates its first group, and fails before the second where it was told to."""
+
+    def step(self, closure: Any = None) -> Any:
+        if not failing:
+            return super().step(closure)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1.0)
+        raise ArithmeticError("told to fail")
+
+
+def one_step(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(model, batches(1)[0])])
+        optimizer.step(context_id)
+
+
+@pytest.fixture
+def worker2_fails() -> Any:
+    rpc.rpc_sync("worker2", set_failing, (True,))
+    yield
+    rpc.rpc_sync("worker2", set_failing, (False,))
+
+
+@pytest.mark.usefixtures("worker2_fails")
+def test_a_step_that_fails_on_one_worker_says_who_stepped_and_bars_the_next() -> None:
+    spread = Spread()
+    before = copy.deepcopy(spread.state_dict())
+    optimizer = DistributedOptimizer(FailsOnOrder, spread, lr=0.1)
+    state = optimizer.state_dict()
+    with pytest.raises(StepFailed, match=r"worker 'worker2'.*told to fail.*middle\.weight") as info:
+        one_step(spread, optimizer)
+    assert set(info.value.stepped) == {"main", "worker1"}
+    assert set(info.value.failed) == {"worker2"}
+    after = spread.state_dict()
+    assert not torch.equal(after["first.weight"], before["first.weight"])
+    with pytest.raises(OptimizerError, match="load a checkpoint or a state_dict"):
+        one_step(spread, optimizer)
+    spread.load_state_dict(before)
+    optimizer.load_state_dict(state)
+    rpc.rpc_sync("worker2", set_failing, (False,))
+    one_step(spread, optimizer)
+
+
+@pytest.mark.usefixtures("worker2_fails")
+def test_an_atomic_step_that_fails_on_one_worker_is_made_on_none() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(FailsOnOrder, spread, lr=0.1, momentum=0.9, atomic=True)
+    rpc.rpc_sync("worker2", set_failing, (False,))
+    one_step(spread, optimizer)
+    before, state = copy.deepcopy((spread.state_dict(), optimizer.state_dict()))
+    rpc.rpc_sync("worker2", set_failing, (True,))
+    with pytest.raises(StepFailed, match="No worker kept the step") as info:
+        one_step(spread, optimizer)
+    assert info.value.stepped == ()
+    torch.testing.assert_close(dict(spread.state_dict()), dict(before), rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
+    rpc.rpc_sync("worker2", set_failing, (False,))
+    one_step(spread, optimizer)
+
+
+def embedding() -> nn.Module:
+    return nn.Embedding(4, 2, sparse=True)
+
+
+def test_a_sparse_gradient_that_the_optimizer_refuses_names_worker_and_parameter() -> None:
+    table = RemoteModule("worker1", embedding)
+    optimizer = DistributedOptimizer(optim.Adam, [("table", table)], lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [table(torch.tensor([1])).sum()])
+        with pytest.raises(StepFailed, match=r"worker 'worker1'.*sparse.*'table\.weight'"):
+            optimizer.step(context_id)
+
+
+def test_options_that_torch_refuses_are_told_with_torchs_words() -> None:
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        DistributedOptimizer(optim.SGD, Spread(), lr=-1.0)
+
+
+def test_a_reference_to_no_tensor_is_refused_by_name() -> None:
+    rref = rpc.remote("worker1", dict)
+    with pytest.raises(OptimizerError, match=r"'odd' on worker 'worker1' is a dict, not a tensor"):
+        DistributedOptimizer(optim.SGD, [("odd", rref)], lr=0.1)
+
+
+def computed() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True) * 2
+
+
+def test_the_result_of_a_computation_is_no_parameter() -> None:
+    rref = rpc.remote("worker1", computed)
+    with pytest.raises(OptimizerError, match=r"'parameter 0' on worker 'worker1' is not a leaf"):
+        DistributedOptimizer(optim.SGD, [rref], lr=0.1)
+
+
+@pytest.mark.parametrize("params", [[], [{"params": []}]])
+def test_no_parameters_are_refused(params: Any) -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        DistributedOptimizer(optim.SGD, params, lr=0.1)
+
+
+@pytest.mark.parametrize("params", [3, "weight", [3], {"params": []}])
+def test_what_is_no_parameter_is_refused(params: Any) -> None:
+    with pytest.raises(TypeError):
+        DistributedOptimizer(optim.SGD, params, lr=0.1)
+
+
+def test_a_context_that_is_gone_cannot_be_stepped() -> None:
+    optimizer = DistributedOptimizer(optim.SGD, Spread(), lr=0.1)
+    with autograd.context() as context_id:
+        pass
+    with pytest.raises(UnknownContext):
+        optimizer.step(context_id)
+    with pytest.raises(UnknownContext):
+        optimizer.accumulate(context_id)
+
+
+def test_a_closure_is_refused() -> None:
+    optimizer = DistributedOptimizer(optim.SGD, Spread(), lr=0.1)
+    with pytest.raises(TypeError, match="takes a context id, not a closure"):
+        optimizer.step(lambda: 0.0)  # type: ignore[arg-type]

@@ -1,0 +1,118 @@
+"""Mixed precision: autocast follows calls, and the scaler's decision is one for all workers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, optim
+
+from telegrad import autograd
+from telegrad.optim import DistributedOptimizer, GradScaler, OptimizerError
+from tests.optim.models import Local, Spread, batches, loss_of
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+class Overflow(torch.autograd.Function):
+    """Passes on what it gets; the gradient becomes infinite."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.full_like(gradient, float("inf"))
+
+
+class OverflowsInTheMiddle(Spread):
+    def forward(self, x: Tensor) -> Tensor:
+        # Only the worker of the first layer will see infinite gradients.
+        first = self.first(x)
+        return self.last(self.middle(x[:, :5])) + 0 * Overflow.apply(first).sum()  # type: ignore[no-untyped-call]
+
+
+def test_scaled_training_under_autocast_equals_torch_in_one_process() -> None:
+    local, spread = Local(), Spread()
+    plain = optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
+    distributed = DistributedOptimizer(optim.SGD, spread, lr=0.1, momentum=0.9)
+    torch_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = GradScaler(init_scale=1024.0, growth_interval=2)
+    for batch in batches(5):
+        plain.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(local, batch)
+        torch_scaler.scale(loss).backward()
+        torch_scaler.unscale_(plain)
+        expected = torch.nn.utils.clip_grad_norm_(local.parameters(), 0.5)
+        torch_scaler.step(plain)
+        torch_scaler.update()
+        with autograd.context() as context_id:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(spread, batch)
+            autograd.backward(context_id, [scaler.scale(loss)])
+            scaler.unscale_(distributed, context_id)
+            norm = distributed.clip_grad_norm_(context_id, 0.5)
+            assert scaler.step(distributed, context_id)
+            scaler.update()
+        torch.testing.assert_close(norm, expected)
+        assert scaler.get_scale() == torch_scaler.get_scale()
+    torch.testing.assert_close(dict(spread.state_dict()), dict(local.state_dict()))
+    assert scaler.state_dict() == torch_scaler.state_dict()
+
+
+def test_autocast_of_the_caller_reaches_the_worker() -> None:
+    spread = Spread()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert spread.first(torch.ones(2, 6)).dtype is torch.bfloat16
+    assert spread.first(torch.ones(2, 6)).dtype is torch.float32
+
+
+def test_an_infinity_on_one_worker_keeps_all_from_stepping() -> None:
+    spread = OverflowsInTheMiddle()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    scaler = GradScaler(init_scale=8.0)
+    before = copy.deepcopy(spread.state_dict())
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [scaler.scale(loss_of(spread, batches(1)[0]))])
+        assert not scaler.step(optimizer, context_id)
+        scaler.update()
+    torch.testing.assert_close(dict(spread.state_dict()), dict(before), rtol=0, atol=0)
+    assert scaler.get_scale() == 4.0
+
+
+def test_gradients_are_unscaled_once_per_update() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    scaler = GradScaler()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [scaler.scale(loss_of(spread, batches(1)[0]))])
+        scaler.unscale_(optimizer, context_id)
+        with pytest.raises(OptimizerError, match="already been called"):
+            scaler.unscale_(optimizer, context_id)
+
+
+def test_the_state_of_the_scaler_is_torchs() -> None:
+    scaler, torch_scaler = GradScaler(init_scale=4.0), torch.amp.GradScaler("cpu")
+    torch_scaler.load_state_dict(scaler.state_dict())
+    other = GradScaler()
+    other.load_state_dict(torch_scaler.state_dict())
+    assert other.state_dict() == scaler.state_dict()
+
+
+def test_a_scaler_that_is_not_enabled_changes_nothing() -> None:
+    local, spread = Local(), Spread()
+    plain = optim.SGD(local.parameters(), lr=0.1)
+    distributed = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    scaler = GradScaler(enabled=False)
+    (batch,) = batches(1)
+    loss_of(local, batch).backward()
+    plain.step()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [scaler.scale(loss_of(spread, batch))])
+        assert scaler.step(distributed, context_id)
+        scaler.update()
+    torch.testing.assert_close(dict(spread.state_dict()), dict(local.state_dict()))
+    assert scaler.get_scale() == 1.0

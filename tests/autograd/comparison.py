@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -73,7 +74,7 @@ def close(a: Tensor | None, b: Tensor | None, tolerance: float, strict: bool = T
     return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def _tolerance(program: Program) -> float:
+def tolerance_of(program: Program) -> float:
     single = any(p.dtype is torch.float32 for p in program.parameters) or any(
         isinstance(step, Operation) and step.name == "cast" for step in program.steps
     )
@@ -110,6 +111,31 @@ def gradients_in_one_process(machine: Machine, passes: list[Pass]) -> list[Tenso
     return total
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Expectation:
+    """What one process makes of a program."""
+
+    program: Program
+    oracle: Machine
+    passes: list[Pass]
+    gradients: list[Tensor | None]
+    error: Exception | None
+
+
+def expectation(seed: int, features: frozenset[str]) -> Expectation:
+    program = write_program(seed, features)
+    oracle = Machine(program, seed)
+    try:
+        oracle.run(OneProcess())
+        passes = choose_passes(random.Random(seed), oracle, features)
+        gradients = gradients_in_one_process(oracle, passes)
+    except Boom as error:
+        return Expectation(program, oracle, passes, [], error)
+    except RuntimeError as error:
+        raise Skip(str(error)[:40]) from error
+    return Expectation(program, oracle, passes, gradients, None)
+
+
 def compare_one(
     seed: int,
     features: frozenset[str],
@@ -117,22 +143,8 @@ def compare_one(
     mode: Mode = Mode.SMART,
 ) -> str:
     """Write, run and compare one program; what it turned out to be, or `Mismatch`."""
-    rng = random.Random(seed)
-    program = write_program(seed, features)
-    oracle = Machine(program, seed)
-    try:
-        oracle.run(OneProcess())
-    except RuntimeError as error:
-        raise Skip(str(error)[:40]) from error
-    passes = choose_passes(rng, oracle, features)
-    expected_error: Exception | None = None
-    expected: list[Tensor | None] = []
-    try:
-        expected = gradients_in_one_process(oracle, passes)
-    except Boom as error:
-        expected_error = error
-    except RuntimeError as error:
-        raise Skip(str(error)[:40]) from error
+    expected = expectation(seed, features)
+    program, passes = expected.program, expected.passes
     job = make_job(program.workers, seed)
     machine = Machine(program, seed)
     machine.run(job)
@@ -141,11 +153,11 @@ def compare_one(
             tensors = [machine.values[r].sum() for r in roots]
             job.backward(worker, tensors, retain_graph=i + 1 < len(passes), mode=mode)
     except (Boom, RuntimeError) as error:
-        outcome = _judge(error, expected_error, mode)
+        outcome = judge(error, expected.error, mode)
     else:
-        if expected_error is not None:
+        if expected.error is not None:
             raise Mismatch("one process fails, the workers did not")
-        _compare(oracle, machine, expected, job, strict="undefined" not in features)
+        _compare(expected, machine, job, strict="undefined" not in features)
         outcome = "equal"
     job.release()
     leftovers = job.leftovers()
@@ -154,7 +166,7 @@ def compare_one(
     return outcome
 
 
-def _judge(error: Exception, expected: Exception | None, mode: Mode) -> str:
+def judge(error: Exception, expected: Exception | None, mode: Mode) -> str:
     """An error is right if one process fails too, or if FAST mode was promised too much."""
     if expected is not None and ("boom" in str(error) or "inplace" in str(error)):
         return "failed as it should"
@@ -163,40 +175,49 @@ def _judge(error: Exception, expected: Exception | None, mode: Mode) -> str:
     raise error
 
 
-def _compare(
-    oracle: Machine,
-    machine: Machine,
-    expected: list[Tensor | None],
-    job: Job,
-    strict: bool,
-) -> None:
-    tolerance = _tolerance(oracle.program)
-    for i, parameter in enumerate(oracle.program.parameters):
+def _compare(expected: Expectation, machine: Machine, job: Job, strict: bool) -> None:
+    program, tolerance = expected.program, tolerance_of(expected.program)
+    for i, parameter in enumerate(program.parameters):
         leaf = machine.parameters[i]
         found = job.gradient(parameter.worker, leaf)
-        if not close(expected[i], found, tolerance, strict):
-            raise Mismatch(f"gradient of parameter {i} {parameter}: {expected[i]} but {found}")
+        compare_gradient(expected, i, found, strict)
         if leaf.grad is not None:
             raise Mismatch(f".grad of parameter {i} was touched")
-        for other in range(oracle.program.workers):
+        for other in range(program.workers):
             if other != parameter.worker and job.gradient(other, leaf) is not None:
                 raise Mismatch(f"worker {other} has a gradient of parameter {i}")
-    _compare_hooks(oracle, machine, tolerance, strict)
-    for number, tensor in oracle.values.items():
+    compare_hooks(expected.oracle.hook_calls, machine.hook_calls, tolerance, strict)
+    compare_retained(
+        expected, {n: v.grad for n, v in machine.values.items() if not v.is_leaf}, strict
+    )
+
+
+def compare_gradient(expected: Expectation, i: int, found: Tensor | None, strict: bool) -> None:
+    if not close(expected.gradients[i], found, tolerance_of(expected.program), strict):
+        parameter = expected.program.parameters[i]
+        raise Mismatch(
+            f"gradient of parameter {i} {parameter}: {expected.gradients[i]} but {found}"
+        )
+
+
+def compare_retained(expected: Expectation, found: dict[int, Tensor | None], strict: bool) -> None:
+    for number, tensor in expected.oracle.values.items():
         if tensor.requires_grad and not tensor.is_leaf and tensor.retains_grad:
-            there = machine.values[number].grad
-            if not close(tensor.grad, there, tolerance, strict):
+            there = found.get(number)
+            if not close(tensor.grad, there, tolerance_of(expected.program), strict):
                 raise Mismatch(f"retain_grad of value {number}: {tensor.grad} but {there}")
 
 
-def _compare_hooks(oracle: Machine, machine: Machine, tolerance: float, strict: bool) -> None:
-    def calls(of: Machine) -> list[tuple[int, Tensor | None]]:
-        found = of.hook_calls
-        if not strict:
-            found = [(n, g) for n, g in found if g is not None and g.any()]
-        return sorted(found, key=lambda c: (c[0], 0.0 if c[1] is None else float(c[1].sum())))
+HookCalls = list[tuple[int, Tensor | None]]
 
-    expected, found = calls(oracle), calls(machine)
+
+def compare_hooks(there: HookCalls, here: HookCalls, tolerance: float, strict: bool) -> None:
+    def ordered(calls: HookCalls) -> HookCalls:
+        if not strict:
+            calls = [(n, g) for n, g in calls if g is not None and g.any()]
+        return sorted(calls, key=lambda c: (c[0], 0.0 if c[1] is None else float(c[1].sum())))
+
+    expected, found = ordered(there), ordered(here)
     if [number for number, _ in expected] != [number for number, _ in found]:
         raise Mismatch(f"hook calls {[n for n, _ in expected]} but {[n for n, _ in found]}")
     for (number, a), (_, b) in zip(expected, found, strict=True):

@@ -3,6 +3,7 @@
     python -m tests.autograd.programs --count 10000 --features hook,custom,module,passes
     python -m tests.autograd.programs --seed 4711 --count 1 --features hook
     python -m tests.autograd.programs --second-order
+    python -m tests.autograd.programs --processes --count 300
 
 A failing program prints its seed and features, which is all it takes to run it again.
 """
@@ -20,6 +21,7 @@ from functools import partial
 
 from telegrad.autograd.messages import Mode
 from tests.autograd.comparison import Skip, compare_one
+from tests.autograd.processes import compare_over_processes, four_workers
 from tests.autograd.program import FEATURES
 from tests.autograd.second_order import compare_second_order
 
@@ -40,12 +42,23 @@ def outcomes(
             yield seed, f"FAILED {type(error).__name__}: {str(error)[:300]}\n{text}"
 
 
+def _run(seeds: Sequence[int], features: frozenset[str], compare: Compare) -> Counter[str]:
+    tally: Counter[str] = Counter()
+    for seed, outcome in outcomes(seeds, features, compare):
+        kind = outcome.split(":")[0].split("\n")[0]
+        tally[kind] += 1
+        if outcome.startswith("FAILED") and tally[kind] <= 3:
+            print(f"seed {seed}, features {','.join(sorted(features))}: {outcome}", flush=True)
+    return tally
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--features", default="hook,custom,module,passes")
     parser.add_argument("--second-order", action="store_true", help="gradients of gradients")
+    parser.add_argument("--processes", action="store_true", help="over four real processes")
     parser.add_argument("--fast", action="store_true", help="in FAST mode: equal, or a named error")
     given = parser.parse_args(arguments)
     features = frozenset(given.features.split(",")) - {""}
@@ -54,16 +67,15 @@ def main(arguments: list[str]) -> int:
         parser.error(f"unknown features {sorted(unknown)}; there are {sorted(FEATURES)}")
     warnings.simplefilter("ignore")
     started = time.monotonic()
-    tally: Counter[str] = Counter()
     seeds = range(given.seed, given.seed + given.count)
     compare: Compare = compare_second_order if given.second_order else compare_one
     if given.fast:
         compare = partial(compare_one, mode=Mode.FAST)
-    for seed, outcome in outcomes(seeds, features, compare):
-        kind = outcome.split(":")[0].split("\n")[0]
-        tally[kind] += 1
-        if outcome.startswith("FAILED") and tally[kind] <= 3:
-            print(f"seed {seed}, features {given.features}: {outcome}")
+    if given.processes:
+        with four_workers() as names:
+            tally = _run(seeds, features, partial(compare_over_processes, names=names))
+    else:
+        tally = _run(seeds, features, compare)
     print(dict(tally), f"{time.monotonic() - started:.0f} s")
     return int(any(kind.startswith("FAILED") for kind in tally))
 

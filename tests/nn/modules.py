@@ -117,3 +117,73 @@ class Counts(nn.Module):
 
     def set_extra_state(self, state: dict[str, list[int]]) -> None:
         self.calls = state
+
+
+def stage(number: int) -> nn.Module:
+    torch.manual_seed(number)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Watched())
+
+
+class Watched(nn.Module):
+    """Knows in which order micro-batches came, and how many wait for their gradient at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[float] = []
+        self.under_way = 0
+        self.most = 0
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.order.append(round(float(x.detach().sum()), 4))
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        if x.requires_grad:
+            x.register_hook(self._left)
+        return x
+
+    def _left(self, gradient: Tensor) -> None:
+        with self.lock:
+            self.under_way -= 1
+
+
+def most_under_way(module: nn.Sequential) -> int:
+    return int(module[2].most)
+
+
+def order_of(module: nn.Sequential) -> list[float]:
+    return list(module[2].order)
+
+
+class FailsAt(nn.Module):
+    """Fails for inputs that hold a certain number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x == 13).any()):
+            raise ArithmeticError("thirteen")
+        return x * 2
+
+
+class Pairs(nn.Module):
+    def forward(self, x: dict[str, Any]) -> dict[str, Any]:
+        a, b = x["pair"]
+        return {"sum": (a + b) * x["factor"], "list": [a, b]}
+
+
+class Widen(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Narrow(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, 1) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight

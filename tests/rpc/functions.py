@@ -15,6 +15,7 @@ events: dict[str, threading.Event] = {}
 """Events of this worker, by name: tests wait for them and never for time."""
 recorded: list[Any] = []
 kept: Any = None
+shelf: dict[str, Any] = {}
 _making = threading.Lock()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 
@@ -65,7 +66,7 @@ def hold_until(time: float) -> None:
     sleep(time - now())
     for rref in worker_globals().get("kept", []):
         try:
-            rref.to_here()
+            rref.to_here(timeout=0)
         except (rpc.WorkerLost, rpc.ReferenceLost) as error:
             assert not dropped_too_early(error), error
     forget()
@@ -80,10 +81,10 @@ def dropped_too_early(error: BaseException) -> bool:
 # Many small runs with kills find what one large one does not.
 
 
-def trade(seed: int, rounds: int) -> None:
+def trade(seed: int) -> None:
     draw = random.Random(seed)
     held = [rpc.RRef(torch.ones(1))]
-    for _ in range(rounds):
+    for _ in range(6):
         held.append(rpc.remote(draw.choice(WORKERS), torch.ones, args=(1,)))
         draw.shuffle(held)
         first, second = draw.choices(WORKERS, k=2)
@@ -103,18 +104,19 @@ def swap(references: list, chance: float) -> list:
     return given
 
 
-def run_trade(seed: int, faults: Faults, timeout: float = 60.0) -> dict:
+def run_program(
+    program: Callable[[int], None], seed: int, faults: Faults, timeout: float = 60.0
+) -> dict:
+    """Run a program of a seed, check what all survivors hold in the end, and tell what is left."""
+
     def main() -> None:
         try:
-            trade(seed, 6)
+            program(seed)
         finally:
             hold_until(1000.0)
 
-    def hold() -> None:
-        hold_until(1000.0)
-
     result = simulate(
-        {"a": main, **dict.fromkeys(WORKERS[1:], hold)},
+        {"a": main, **dict.fromkeys(WORKERS[1:], lambda: hold_until(1000.0))},
         WORKERS,
         seed=seed,
         faults=faults,
@@ -128,7 +130,7 @@ def run_trade(seed: int, faults: Faults, timeout: float = 60.0) -> dict:
 
 def test_references_that_workers_trade_are_neither_lost_early_nor_kept():
     for seed in seeds(40):
-        assert run_trade(seed, BAD_NETWORK) == {}, seed
+        assert run_program(trade, seed, BAD_NETWORK) == {}, seed
 
 
 def test_references_of_killed_workers_go():
@@ -137,10 +139,39 @@ def test_references_of_killed_workers_go():
         faults = Faults(drop=draw.choice((0.0, 0.1)), delay=draw.choice((0.0, 0.05)))
         for _ in range(draw.randint(1, 3)):
             faults = faults.kill(draw.choice(WORKERS), at=int(10 ** draw.uniform(0, 2.3)))
-        assert run_trade(seed, faults) == {}, seed
+        assert run_program(trade, seed, faults) == {}, seed
 
 
 def test_references_in_replies_that_come_too_late_go():
     late = Faults(delay=0.4)
     for seed in seeds(100):
-        assert run_trade(seed, late, timeout=0.5) == {}, seed
+        assert run_program(trade, seed, late, timeout=0.5) == {}, seed
+
+
+# A reference that only one worker has at a time, and that is passed on just before that one dies.
+
+
+def hand_on(rref: rpc.RRef, path: list) -> None:
+    if path:
+        rpc.remote(path[0], hand_on, args=(rref, path[1:]))
+    else:
+        worker_globals().setdefault("kept", []).append(rref)
+
+
+def hand_round(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(4):
+        owner, *path = draw.choices(WORKERS, k=draw.randint(3, 6))
+        rpc.rpc_sync(owner, make_and_hand_on, args=(path,))
+
+
+def make_and_hand_on(path: list) -> None:
+    hand_on(rpc.RRef(torch.ones(1)), path)
+
+
+def test_a_reference_that_a_dying_worker_passed_on_is_not_lost():
+    for seed in seeds(200):
+        draw = random.Random(seed)
+        faults = Faults(drop=draw.choice((0.0, 0.1)), delay=draw.choice((0.0, 0.5)), detect=0.3)
+        faults = faults.kill(draw.choice(WORKERS[1:]), at=draw.randint(5, 60))
+        assert run_program(hand_round, seed, faults) == {}, seed

@@ -67,10 +67,14 @@ class Gradients:
     def __len__(self) -> int:
         return len(self._sums)
 
-    def add(self, node: Any, gradient: Tensor) -> None:
+    def add(self, node: Any, gradient: Tensor, create_graph: bool = False) -> None:
         """Add to the gradient of the leaf whose accumulator is `node`."""
         leaf = node.variable
-        self._sums[leaf] = add(self._sums.get(leaf), gradient)
+        known = self._sums.get(leaf)
+        if known is not None:
+            with torch.set_grad_enabled(create_graph):
+                gradient = add(known, gradient)
+        self._sums[leaf] = gradient
         self._nodes[leaf] = node
 
     def add_to(self, total: dict[Tensor, Tensor]) -> None:

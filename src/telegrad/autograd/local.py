@@ -115,7 +115,7 @@ class Run:
     @property
     def brief(self) -> bool:
         """The engine is done so soon that nothing is gained by sending from inside it."""
-        return len(self._nodes) <= _BRIEF
+        return len(self._nodes) <= _BRIEF and not self._enclosing
 
     def resolve(self, message: int, gradients: Sequence[Tensor | None] | None) -> None:
         """Take note of what came for a source. Never runs the engine."""
@@ -396,12 +396,11 @@ class Run:
     def _deliver(
         self, leaves: list[Any], results: Sequence[Tensor | None], sums: list[tuple[Any, Tensor]]
     ) -> None:
-        with torch.set_grad_enabled(self._create):
-            for leaf, gradient in zip(leaves, results, strict=False):
-                if gradient is not None:
-                    self.gradients.add(leaf, gradient)
-            for leaf, gradient in sums:
-                self.gradients.add(leaf, gradient)
+        for leaf, gradient in zip(leaves, results, strict=False):
+            if gradient is not None:
+                self.gradients.add(leaf, gradient, self._create)
+        for leaf, gradient in sums:
+            self.gradients.add(leaf, gradient, self._create)
 
     def _keep(self, stages: Stages, weighted: list[tuple[Edge, Tensor]]) -> None:
         kept = stages.kept

@@ -425,7 +425,7 @@ class Participant:
 
     def _run_engine(self, run: Run, part: Part) -> None:
         with working_in(self.context):
-            while run.step():
+            while run.step() and not run.finished:
                 pass
             if not run.finished:
                 return
@@ -484,6 +484,7 @@ def _root_source(roots: Sequence[Tensor]) -> Source:
     edges = [(root.grad_fn, root.output_nr) for root in roots]
     source = Source(ROOTS, edges)
     source.state = State.GRADIENT
-    with torch.no_grad():
-        source.gradients = [torch.ones_like(root) for root in roots]
+    source.gradients = [
+        torch.ones(root.shape, dtype=root.dtype, device=root.device) for root in roots
+    ]
     return source

@@ -16,12 +16,10 @@ its own modules, the options of optimizers and all that is neither module nor op
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from telegrad.nn.hosted import HostedModule
@@ -137,20 +135,3 @@ def _state_below(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, A
         rest = key.removeprefix(f"{prefix}.")
         if rest != key and "." not in rest:
             yield rest, value
-
-
-def as_written(table: Table) -> Table:
-    """Objects as the bytes that torch would make of them.
-
-    torch's planner would take containers apart and give their items names of its own.
-    """
-    return {
-        name: value if isinstance(value, Tensor) else _saved(value) for name, value in table.items()
-    }
-
-
-def _saved(value: object) -> io.BytesIO:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return stream

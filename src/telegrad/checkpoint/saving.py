@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from telegrad.checkpoint.errors import CheckpointError
-from telegrad.checkpoint.parts import Part, as_written, divide, driver_objects, table_of
+from telegrad.checkpoint.parts import Part, divide, driver_objects, table_of
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 
 DEFAULT_TIMEOUT = 600.0
@@ -49,12 +49,17 @@ class FilePrefix:
     prefix: str
 
 
+def whole_values_planner() -> DefaultSavePlanner:
+    """A planner that leaves containers whole: their items have no names of their own."""
+    return DefaultSavePlanner(flatten_state_dict=False)
+
+
 class PartWriter:
     """On the worker: one part, planned and not yet written."""
 
     def __init__(self, table: Mapping[str, Any], directory: str) -> None:
-        self._planner = DefaultSavePlanner()
-        self._planner.set_up_planner(as_written(dict(table)))
+        self._planner = whole_values_planner()
+        self._planner.set_up_planner(dict(table))
         self._writer = FileSystemWriter(directory)
         self._writer.set_up_storage_writer(is_coordinator=False)
 
@@ -120,7 +125,9 @@ def _of(worker: str, future: Any) -> Any:
 
 
 def _join_plans(plans: list[SavePlan], token: str) -> tuple[list[SavePlan], Metadata]:
-    joined, metadata = DefaultSavePlanner().create_global_plan(plans)
+    joined, metadata = whole_values_planner().create_global_plan(plans)
+    # Where each value sits in a state_dict: tools of torch that read all there is look it up.
+    metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
     placed = [
         dataclasses.replace(plan, storage_data=FilePrefix(f"{token}_{number}_"))
         for number, plan in enumerate(joined)

@@ -14,7 +14,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -60,9 +59,9 @@ class Call:
     """One call of one run of a compiled function."""
 
     where: str
-    sent: list[Tensor]
-    """The tensors that left, as the codec saw them."""
     enclosed: EnclosedCall | None
+    sent: list[int]
+    """The places of the tensors that need a gradient, in the order in which gradients come."""
     future: Any = None
     reference: Any = None
     places: dict[int, Any] | None = None
@@ -97,9 +96,8 @@ class Call:
         found = self._running().take_enclosed(self.enclosed.message)
         if found is None:
             return {}
-        places = {id(tensor): place for place, tensor in enumerate(self.sent)}
-        pairs = zip(self.enclosed.tensors, found, strict=True)
-        return {places[id(t)]: gradient for t, gradient in pairs if gradient is not None}
+        pairs = zip(self.sent, found, strict=True)
+        return {place: gradient for place, gradient in pairs if gradient is not None}
 
     def _running(self) -> Any:
         if self.enclosed is None:
@@ -152,6 +150,7 @@ def begin(
     needs: Sequence[bool],
     anchor: Tensor,
     context: Context | None,
+    record: bool,
     send: Callable[[list[Tensor]], Any],
 ) -> tuple[Call, Any]:
     """Make a call from inside of a compiled function: `send` makes it with the tensors it is given.
@@ -159,15 +158,16 @@ def begin(
     They are copies, because compiled code uses memory again as soon as its last reader has run.
     """
     context = context if context is not None else current_context()
-    recorded = context is not None and any(needs) is not None
     leaving = [tensor.detach().clone() for tensor in tensors]
-    enclosed = None
-    if context is not None and recorded:
-        enclosed = EnclosedCall(context, anchors.take(anchor))
-        for tensor, need in zip(leaving, needs, strict=True):
-            tensor.requires_grad_(need)
+    if context is None:
+        return Call(where, None, []), send(leaving)
+    enclosed = EnclosedCall(context, anchors.take(anchor))
+    for tensor, need in zip(leaving, needs, strict=True):
+        tensor.requires_grad_(need and record)
     # In the eyes of the rpc layer the call belongs to the context; it asks for its scopes only.
-    scope = nullcontext() if enclosed is None else working_in(cast(Context, enclosed))
-    with torch.enable_grad(), scope:
-        sent = send(leaving)
-    return Call(where, leaving, enclosed), sent
+    with torch.set_grad_enabled(record), working_in(cast(Context, enclosed)):
+        result = send(leaving)
+    places = {id(tensor): place for place, tensor in enumerate(leaving)}
+    sent = [places[id(tensor)] for tensor in enclosed.tensors]
+    enclosed.tensors = []
+    return Call(where, enclosed, sent), result

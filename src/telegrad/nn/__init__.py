@@ -1,6 +1,7 @@
 """Modules that live on other workers."""
 
 from telegrad.nn.lazy import Lazy
+from telegrad.nn.pipeline import Pipeline
 from telegrad.nn.remote_module import RemoteModule
 
-__all__ = ["Lazy", "RemoteModule"]
+__all__ = ["Lazy", "Pipeline", "RemoteModule"]

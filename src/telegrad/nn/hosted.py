@@ -28,7 +28,13 @@ class HostedModule:
         self.device = None if device is None else torch.device(device)
 
     def forward(self, around: Ambient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = self._on_device(resolve(args)), self._on_device(resolve(kwargs))
+        return self.compute(around, self.prepared(args), self.prepared(kwargs))
+
+    def prepared(self, value: Any) -> Any:
+        """Arguments as the module takes them: fetched, and on its device."""
+        return self._on_device(resolve(value))
+
+    def compute(self, around: Ambient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with around.restored():
             return self.module(*args, **kwargs)
 

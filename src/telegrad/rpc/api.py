@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from telegrad.rpc.agent import Agent
@@ -173,6 +174,8 @@ def rpc_sync(
 
         rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     """
+    if is_dynamo_compiling():
+        return _traced().rpc_sync(to, func, args, kwargs, timeout)
     node = current_node()
     _check_callable(func)
     pending = node.call(node.members.find(to), func, args or (), kwargs, timeout)
@@ -189,6 +192,8 @@ def rpc_async(
     timeout: float | None = None,
 ) -> CallFuture:
     """As `rpc_sync`, but returns a `torch.futures.Future` at once. It can be awaited, too."""
+    if is_dynamo_compiling():
+        return _traced().rpc_async(to, func, args, kwargs, timeout)
     node = current_node()
     _check_callable(func)
     return begin_async(node, node.members.find(to), func, args or (), kwargs, timeout)
@@ -202,9 +207,18 @@ def remote(
     timeout: float | None = None,
 ) -> RRef[Any]:
     """Call a function on another worker and return a reference to its result at once."""
+    if is_dynamo_compiling():
+        return _traced().remote(to, func, args, kwargs, timeout)
     node = current_node()
     _check_callable(func)
     return remote_reference(node, node.members.find(to), func, args or (), kwargs, timeout)
+
+
+def _traced() -> Any:
+    """The same functions for Dynamo, which makes nodes of a graph of them."""
+    from telegrad.compile import traced
+
+    return traced
 
 
 def _check_callable(func: object) -> None:

@@ -279,6 +279,8 @@ def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> N
             data = channel.read(end.needed)
         except TimeoutError:
             raise CutShort("the other end did not finish the handshake in time") from None
+        except ConnectionError as error:
+            raise CutShort(f"the connection broke during the handshake: {error}") from None
         try:
             reply = end.receive(data)
         except HandshakeError as error:
@@ -289,7 +291,10 @@ def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> N
                     channel.write(error.last_words)
             raise
         if reply:
-            channel.write(reply)
+            try:
+                channel.write(reply)
+            except (TimeoutError, ConnectionError) as error:
+                raise CutShort(f"the connection broke during the handshake: {error}") from None
 
 
 def _share_memory(sock: socket.socket, size: int) -> Shared:

@@ -68,22 +68,20 @@ class Outgoing:
     def wait(self, pending: Pending) -> None:
         """Return when the call is settled."""
         if self.link.has_unwritten:
-            self.link.flush()
-        with self._roles:
-            if pending.done:
-                return
-            reads = not self._reading
-            if reads:
-                self._reading = True
-            else:
-                if pending.latch is None:
-                    pending.latch = latched()
-                self._waiters[pending.call_id] = pending
-        if not reads and not self._await_turn(pending):
-            return
-        if self._armed:
-            self._disarm()
-        self._read_until(pending)
+            self.link.flush(pending.deadline)
+        while not pending.done:
+            with self._roles:
+                if pending.done:
+                    return
+                reads = not self._reading
+                if reads:
+                    self._reading = True
+                else:
+                    if pending.latch is None:
+                        pending.latch = latched()
+                    self._waiters[pending.call_id] = pending
+            if reads or self._await_turn(pending):
+                self._read_until(pending)
 
     def _await_turn(self, pending: Pending) -> bool:
         """Wait until the call is settled or the reading role is ours. True: read on."""
@@ -121,18 +119,37 @@ class Outgoing:
         return heir
 
     def _read_until(self, pending: Pending) -> None:
+        """Read until the call is settled, or the link breaks."""
         now = self.agent.node.runtime.now
         link = self.link
         try:
+            if self._armed:
+                self._disarm()
             while not pending.done:
-                if self._receive(link) is None and pending.deadline <= now():
+                if self._take_one(link) is None and pending.deadline <= now():
                     self.agent.node.calls.expire_one(pending)
                 if self._completed and not pending.done and not link.has_frame():
                     self.agent.complete_elsewhere(self._take_completed())
             while link.has_frame():
-                self._receive(link)
-        finally:
+                self._take_one(link)
+        except LinkBroken as error:
+            self._mend_elsewhere(str(error))
+            return
+        except BaseException:
             self._give_up_reading()
+            raise
+        self._give_up_reading()
+
+    def _mend_elsewhere(self, reason: str) -> None:
+        """Leave the broken link, and the role, to another thread: this one has a deadline."""
+
+        def mend() -> None:
+            try:
+                self.agent.mend(self, reason)
+            finally:
+                self._give_up_reading()
+
+        self.agent.threads.run(mend)
 
     def _take_completed(self) -> list[Pending]:
         completed, self._completed = self._completed, []
@@ -301,7 +318,7 @@ class Outgoing:
         request are let through: were they held up, nested calls could wait for each other.
         """
         node = self.agent.node
-        self.link.flush()
+        self.link.flush(pending.deadline)
         while node.calls.in_flight(self.member.info.id) > MAX_CALLS_IN_FLIGHT and not self.gone:
             if pending.deadline <= node.runtime.now():
                 node.calls.expire_one(pending)
@@ -319,11 +336,16 @@ class Outgoing:
         try:
             if self._armed:
                 self._disarm()
-            self._receive(self.link)
+            self._take_one(self.link)
             while self.link.has_frame():
-                self._receive(self.link)
-        finally:
+                self._take_one(self.link)
+        except LinkBroken as error:
+            self._mend_elsewhere(str(error))
+            return True
+        except BaseException:
             self._give_up_reading()
+            raise
+        self._give_up_reading()
         return True
 
     # Breaking and ending.

@@ -81,6 +81,7 @@ class Activity:
         "started",
         "stays",
         "thread",
+        "topic",
         "turn",
         "waits_for",
         "wakes",
@@ -98,6 +99,8 @@ class Activity:
         self.turn.acquire()
         self.waits_for: Callable[[], str] | None = None
         self.wakes: Timer | None = None
+        self.topic = ""
+        """Of the post that it is about to make."""
         self.stays = False
         """Whether it is there for as long as its worker is, and not a piece of work."""
         self.let_go: Callable[[], object] | None = None

@@ -25,10 +25,10 @@ TAKES_LONG = 0.1
 class SimulatedNode(Node):
     """A node that lets the trace know the topics of its posts."""
 
-    topic = ""
-
     def post(self, to: int, topic: str, payload: object, scope: Scope | None = None) -> None:
-        self.topic = topic
+        me = current_activity()
+        if me is not None:
+            me.topic = topic
         super().post(to, topic, payload, scope)
 
 
@@ -78,8 +78,9 @@ class SimulatedTransport:
         self._scheduler.pause()
 
     def post(self, to: int, packed: Packed, note: bytes) -> None:
-        label = f"post {self._node.topic}"
         self._scheduler.check_alive()
+        me = current_activity()
+        label = f"post {me.topic if me is not None else ''}"
         end = self._network.link(self._id, to).caller_end
         end.send(Kind.POST, 0, note, packed, label)
         self._scheduler.pause()

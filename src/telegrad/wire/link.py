@@ -189,14 +189,14 @@ class Link:
             self._writing = True
         self._write_queue(deadline)
 
-    def flush(self) -> None:
+    def flush(self, deadline: float = math.inf) -> None:
         """Write what was left on the queue."""
         if self._queue:
             with self._lock:
                 if self._writing or self.closed:
                     return
                 self._writing = True
-            self._write_queue()
+            self._write_queue(deadline)
 
     @property
     def has_unwritten(self) -> bool:

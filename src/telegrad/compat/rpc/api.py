@@ -194,6 +194,7 @@ def _wait_all() -> Iterator[None]:
 def _init_rpc_states(agent: TensorPipeAgent) -> None:
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+    native.on_worker_lost(lambda worker, reason: _gatherings.lose(worker.name, reason))
 
 
 def _gather_to_leader(
@@ -204,6 +205,10 @@ def _gather_to_leader(
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
     _gatherings.finish(sequence_id, objects_map)
+
+
+def _fail_gathering(sequence_id: str, problem: str) -> None:
+    _gatherings.fail(sequence_id, problem)
 
 
 def _limits(timeout: float) -> tuple[float, float | None]:
@@ -227,11 +232,22 @@ def _all_gather(
         _gather_to_leader(gathering, me, obj, names)
     else:
         rpc_sync(leader, _gather_to_leader, (gathering, me, obj, names), timeout=call_timeout)
-    state = _gatherings.state(gathering)
-    state.proceed_signal.wait(patience)
     if me == leader:
-        _broadcast(gathering, names - {leader}, state.gathered_objects, call_timeout)
+        _lead(gathering, names, patience, call_timeout)
+    else:
+        _gatherings.wait(gathering, {leader}, patience)
     return _gatherings.end(gathering)
+
+
+def _lead(gathering: str, names: set[str], patience: float | None, call_timeout: float) -> None:
+    followers = names - {current_node().info.name}
+    try:
+        objects = _gatherings.wait(gathering, names, patience)
+    except RuntimeError as error:
+        for name in followers:
+            rpc_async(name, _fail_gathering, (gathering, str(error)))
+        raise
+    _broadcast(gathering, followers, objects, call_timeout)
 
 
 def _broadcast(

@@ -1,7 +1,9 @@
 """What `_all_gather` remembers between its messages.
 
 Every worker of a group sends its object to the *leader*, the one with the smallest name, which
-sends them all back to each. Gatherings of the same workers are told apart by counting.
+sends them all back to each. Gatherings of the same workers are told apart by counting. A worker
+that is lost never comes: a leader that waits for it fails the gathering and tells the others, and
+who waits for a leader that is lost gives up.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ class AllGatherStates:
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
         self.proceed_signal = threading.Event()
+        self.awaited: set[str] = set()
+        self.problem: str | None = None
 
 
 class Gatherings:
@@ -27,6 +31,7 @@ class Gatherings:
         self._lock = threading.RLock()
         self._begun: dict[str, int] = {}
         self._states: defaultdict[str, AllGatherStates] = defaultdict(AllGatherStates)
+        self._lost: dict[str, str] = {}
 
     def begin(self, names: Iterable[str]) -> str:
         """A name for the next gathering of these workers, the same on each of them."""
@@ -36,9 +41,31 @@ class Gatherings:
             self._begun[group] = number + 1
         return f"{group}{number}"
 
-    def state(self, gathering: str) -> AllGatherStates:
+    def wait(self, gathering: str, names: set[str], patience: float | None) -> dict[str, Any]:
+        """The objects that have come in when all are there, or when patience ends."""
         with self._lock:
-            return self._states[gathering]
+            state = self._states[gathering]
+            state.awaited = set(names)
+            for name, reason in self._lost.items():
+                _give_up(state, name, reason)
+        state.proceed_signal.wait(patience)
+        if state.problem is not None:
+            raise RuntimeError(state.problem)
+        return state.gathered_objects
+
+    def fail(self, gathering: str, problem: str) -> None:
+        """At a follower: the leader gave up."""
+        with self._lock:
+            state = self._states[gathering]
+            state.problem = problem
+            state.proceed_signal.set()
+
+    def lose(self, name: str, reason: str) -> None:
+        """A worker is gone."""
+        with self._lock:
+            self._lost[name] = reason
+            for state in self._states.values():
+                _give_up(state, name, reason)
 
     def add(self, gathering: str, name: str, obj: object, expected: set[str]) -> None:
         """At the leader: an object came in."""
@@ -67,3 +94,10 @@ class Gatherings:
         with self._lock:
             self._begun.clear()
             self._states.clear()
+            self._lost.clear()
+
+
+def _give_up(state: AllGatherStates, name: str, reason: str) -> None:
+    if name in state.awaited - state.gathered_objects.keys() and not state.proceed_signal.is_set():
+        state.problem = f"worker {name!r} is gone ({reason}): it will not come to the gathering"
+        state.proceed_signal.set()

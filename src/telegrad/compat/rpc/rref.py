@@ -172,20 +172,9 @@ class _RemoteProxy:
 def _invoke_remote(
     rref: RRef[Any], timeout: float, name: str, *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    method = getattr(rref._get_type(timeout), name)
-    marked = getattr(method, "_wrapped_async_rpc_function", None) is not None
-    target = _call_async_method if marked else call_method
+    getattr(rref._get_type(timeout), name)
     call = (rref, name, args, kwargs)
-    return make_remote(rref._node, rref.owner(), Udf(target), call, None, timeout)
-
-
-def _call_async_method(
-    rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> object:
-    return call_method(rref, name, args, kwargs)
-
-
-_call_async_method._telegrad_async_execution = True  # type: ignore[attr-defined]
+    return make_remote(rref._node, rref.owner(), Udf(call_method), call, None, timeout)
 
 
 def _leave(rref: RRef[Any], passage: Passage | None) -> object:

@@ -1,0 +1,384 @@
+"""Remote calls as nodes of a graph.
+
+    issue    makes a call, gives its token
+    wait     takes the token, gives the results
+    remote   makes a call whose result stays with its owner, gives the token of the reference
+    respond  backward of wait: the gradients of the results leave
+    collect  backward of issue and remote: the gradients of the arguments arrive
+    enter, leave                a context
+    begin_pass, end_pass        a backward pass
+    perform                     an effect of ours, such as an optimizer's step
+
+Nothing is sent when a graph is traced; nothing about the graph is known when it runs. What is known
+when it is traced is in the key (see sites.py), the rest in tensors. At run time the nodes use the
+ordinary rpc layer; the records of autograd are made as for any other call (see
+autograd/enclosed.py), so other workers cannot tell a compiled caller from another.
+
+How the effects stay as they were written: every node that has one takes and gives an empty tensor,
+`order`, so each depends on the one before; the last is an output of the graph, so none can be
+dropped. Merging two equal calls is impossible for the same reason.
+
+How the backward nodes stay: each call also takes the *anchor*, a leaf that needs a gradient. It
+keeps the edge when no argument needs one (the parameters of the remote function may). Its gradient
+is a real zero, or the backward nodes would be dropped as dead code and the gradients of remote
+parameters vanish in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telegrad.compile import calls, passes
+from telegrad.compile.arguments import join
+from telegrad.compile.calls import Call, new_token, record_of
+from telegrad.compile.references import Borrowed, real_reference
+from telegrad.compile.shapes import outputs_of
+from telegrad.compile.sites import Site, site
+from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.futures import begin_async
+from telegrad.rpc.node import current_node
+from telegrad.rpc.rref import remote_reference
+
+_library = torch.library.Library("telegrad", "DEF")  # noqa: TOR901
+
+_CALL = "str key, Tensor[] tensors, SymInt[] ints, bool[] needs, Tensor anchor"
+_ORDER = "Tensor context, Tensor order"
+
+for _schema in (
+    f"issue({_CALL}, bool record, {_ORDER}) -> (Tensor, Tensor)",
+    "wait(str key, Tensor token, Tensor[] shapes, SymInt[] ints, bool[] needs, Tensor order)"
+    " -> (Tensor[], Tensor)",
+    f"remote({_CALL}, bool record, Tensor[] shapes, {_ORDER}) -> (Tensor, Tensor[], Tensor)",
+    "respond(Tensor token, Tensor[] gradients, int[] places) -> Tensor",
+    "collect(Tensor token, Tensor after, bool[] needs, SymInt[] sizes, int[] ndims,"
+    " ScalarType[] dtypes) -> Tensor[]",
+    "enter(Tensor order) -> (Tensor, Tensor)",
+    f"leave({_ORDER}) -> Tensor",
+    f"begin_pass(bool retain, str mode, Tensor[] roots, {_ORDER}) -> (Tensor[], Tensor)",
+    f"end_pass(Tensor[] leaves, Tensor[] gradients, {_ORDER}) -> Tensor",
+    f"perform(str key, {_ORDER}) -> Tensor",
+):
+    _library.define(_schema)
+
+ops = torch.ops.telegrad
+
+NO_CONTEXT = torch.zeros(1, dtype=torch.float64)
+"""Stands for the context of the thread that runs the graph."""
+
+
+def _order() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
+def _context(token: Tensor) -> Any:
+    return None if token.numel() == 1 else record_of(token)
+
+
+def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    _library.impl(function.__name__.strip("_"), function, "CompositeExplicitAutograd")
+    return function
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Any]:
+    return torch.library.register_fake(f"telegrad::{name}", lib=_library)
+
+
+# Forward.
+
+
+def _arguments(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> Any:
+    return join(where.template, tensors, ints, Borrowed.of, real_reference)
+
+
+@_kernel
+def issue(
+    key: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    needs: list[bool],
+    anchor: Tensor,
+    record: bool,
+    context: Tensor,
+    order: Tensor,
+) -> tuple[Tensor, Tensor]:
+    where = site(key)
+    node = current_node()
+
+    def send(leaving: list[Tensor]) -> Any:
+        args, kwargs = _arguments(where, leaving, ints)
+        return begin_async(node, where.worker, where.function, args, kwargs, where.timeout)
+
+    call, call.future = _begin(where, tensors, needs, anchor, context, record, send)
+    return new_token(call), _order()
+
+
+def _begin(
+    where: Site,
+    tensors: list[Tensor],
+    needs: list[bool],
+    anchor: Tensor,
+    context: Tensor,
+    record: bool,
+    send: Callable[[list[Tensor]], Any],
+) -> tuple[Call, Any]:
+    name = where.key.split(" #")[0]
+    return calls.begin(name, tensors, needs, anchor, _context(context), record, send)
+
+
+@_kernel
+def wait(
+    key: str,
+    token: Tensor,
+    shapes: list[Tensor],
+    ints: list[int],
+    needs: list[bool],
+    order: Tensor,
+) -> tuple[list[Tensor], Tensor]:
+    call: Call = record_of(token)
+    outputs = _tensors_in(call.future.wait())
+    call.future = None
+    return [output.contiguous() for output in call.take(outputs)], _order()
+
+
+def _tensors_in(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, list | tuple):
+        return [tensor for item in result for tensor in _tensors_in(item)]
+    if isinstance(result, dict):
+        return [tensor for item in result.values() for tensor in _tensors_in(item)]
+    return []
+
+
+@_kernel
+def remote(
+    key: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    needs: list[bool],
+    anchor: Tensor,
+    record: bool,
+    shapes: list[Tensor],
+    context: Tensor,
+    order: Tensor,
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    where = site(key)
+    node = current_node()
+
+    def send(leaving: list[Tensor]) -> Any:
+        args, kwargs = _arguments(where, leaving, ints)
+        return remote_reference(
+            node, where.worker, where.function, args, kwargs, where.timeout
+        )
+
+    call, call.reference = _begin(where, tensors, needs, anchor, context, record, send)
+    outputs = outputs_of(node, where, shapes, ints, needs, _no_unknown)
+    return new_token(call), [_phantom(output) for output in outputs], _order()
+
+
+def _phantom(output: Tensor) -> Tensor:
+    return torch.empty((), dtype=output.dtype, device=output.device).expand(output.shape)
+
+
+def _no_unknown() -> int:
+    raise TelegradError(
+        "The result of a remote call has a size that depends on data. Wait for it with rpc_sync or "
+        "rpc_async in the compiled function, or refer to it outside of the compiled function."
+    )
+
+
+# Backward.
+
+
+@_kernel
+def respond(token: Tensor, gradients: list[Tensor], places: list[int]) -> Tensor:
+    call: Call = record_of(token)
+    call.fire({p: g.clone() for p, g in zip(places, gradients, strict=True)})
+    return torch.zeros(2, dtype=torch.float64)
+
+
+@_kernel
+def collect(
+    token: Tensor,
+    after: Tensor,
+    needs: list[bool],
+    sizes: list[int],
+    ndims: list[int],
+    dtypes: list[torch.dtype],
+) -> list[Tensor]:
+    call: Call = record_of(token)
+    found = call.await_gradients()
+    return _gradients(needs, sizes, ndims, dtypes, found)
+
+
+def _gradients(
+    needs: list[bool],
+    sizes: list[Any],
+    ndims: list[int],
+    dtypes: list[torch.dtype],
+    found: dict[int, Tensor],
+) -> list[Tensor]:
+    gradients, start = [], 0
+    for place, (need, ndim, dtype) in enumerate(zip(needs, ndims, dtypes, strict=True)):
+        shape = sizes[start : start + ndim]
+        start += ndim
+        if need:
+            gradient = found.get(place)
+            if gradient is None:
+                gradient = torch.zeros(shape, dtype=dtype)
+            gradients.append(gradient.to_dense().contiguous() if gradient.is_sparse else gradient.contiguous())
+    return [*gradients, torch.zeros(())]
+
+
+# Contexts, passes, effects.
+
+
+@_kernel
+def enter(order: Tensor) -> tuple[Tensor, Tensor]:
+    return passes.enter(), _order()
+
+
+@_kernel
+def leave(context: Tensor, order: Tensor) -> Tensor:
+    passes.leave(record_of(context))
+    return _order()
+
+
+@_kernel
+def begin_pass(
+    retain: bool, mode: str, roots: list[Tensor], context: Tensor, order: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    passes.begin_pass(passes.context_of(context), retain, mode)
+    return [torch.ones_like(root) for root in roots], _order()
+
+
+@_kernel
+def end_pass(
+    leaves: list[Tensor], gradients: list[Tensor], context: Tensor, order: Tensor
+) -> Tensor:
+    passes.end_pass(passes.context_of(context), leaves, gradients)
+    return _order()
+
+
+@_kernel
+def perform(key: str, context: Tensor, order: Tensor) -> Tensor:
+    passes.perform(key, passes.context_of(context))
+    return _order()
+
+
+# Shapes.
+
+
+def _token() -> Tensor:
+    return torch.empty(2, dtype=torch.float64)
+
+
+@_fake("issue")
+def _(key, tensors, ints, needs, anchor, record, context, order):  # type: ignore[no-untyped-def]
+    return _token(), _order()
+
+
+@_fake("wait")
+def _(key, token, shapes, ints, needs, order):  # type: ignore[no-untyped-def]
+    unknown = torch.library.get_ctx().new_dynamic_size
+    return outputs_of(current_node(), site(key), shapes, ints, needs, unknown), _order()
+
+
+@_fake("remote")
+def _(key, tensors, ints, needs, anchor, record, shapes, context, order):  # type: ignore[no-untyped-def]
+    outputs = outputs_of(current_node(), site(key), shapes, ints, needs, _no_unknown)
+    return _token(), [_phantom(output) for output in outputs], _order()
+
+
+@_fake("respond")
+def _(token, gradients, places):  # type: ignore[no-untyped-def]
+    return _token()
+
+
+@_fake("collect")
+def _(token, after, needs, sizes, ndims, dtypes):  # type: ignore[no-untyped-def]
+    return _gradients(needs, sizes, ndims, dtypes, {})
+
+
+@_fake("enter")
+def _(order):  # type: ignore[no-untyped-def]
+    return _token(), _order()
+
+
+@_fake("begin_pass")
+def _(retain, mode, roots, context, order):  # type: ignore[no-untyped-def]
+    return [torch.empty_like(root) for root in roots], _order()
+
+
+for _name in ("leave", "end_pass", "perform"):
+    _fake(_name)(lambda *_: _order())
+
+
+# Differentiation.
+
+
+def _none_for(values: Sequence[Any]) -> Any:
+    """An empty list among the inputs counts as a list of tensors."""
+    return None if values else []
+
+
+def _save_call(ctx: Any, inputs: Any, token: Tensor) -> None:
+    tensors, ints, needs = inputs[1:4]
+    ctx.save_for_backward(token)
+    ctx.needs = list(needs)
+    ctx.nothing = (_none_for(ints), _none_for(needs))
+    ctx.sizes = [size for tensor in tensors for size in tensor.shape]
+    ctx.ndims = [tensor.dim() for tensor in tensors]
+    ctx.dtypes = [tensor.dtype for tensor in tensors]
+
+
+def _collected(ctx: Any, after: Tensor) -> tuple[list[Tensor | None], Tensor]:
+    (token,) = ctx.saved_tensors
+    found = iter(ops.collect(token, after, ctx.needs, ctx.sizes, ctx.ndims, ctx.dtypes))
+    return [next(found) if need else None for need in ctx.needs], next(found)
+
+
+def _issue_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _save_call(ctx, inputs, output[0])
+
+
+def _issue_backward(ctx: Any, after: Tensor, _: Any) -> Any:
+    gradients, of_anchor = _collected(ctx, after)
+    return (None, gradients, *ctx.nothing, of_anchor, None, None, None)
+
+
+def _remote_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _save_call(ctx, inputs, output[0])
+    ctx.shapes = len(inputs[6])
+
+
+def _remote_backward(ctx: Any, after: Tensor, *_: Any) -> Any:
+    gradients, of_anchor = _collected(ctx, after)
+    return (None, gradients, *ctx.nothing, of_anchor, None, [None] * ctx.shapes, None, None)
+
+
+def _wait_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.shapes = len(inputs[2])
+    ctx.nothing = (_none_for(inputs[3]), _none_for(inputs[4]))
+
+
+def _wait_backward(ctx: Any, gradients: list[Tensor | None], _: Any) -> Any:
+    (token,) = ctx.saved_tensors
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    answered = ops.respond(token, [gradients[place] for place in places], places)
+    return (None, answered, [None] * ctx.shapes, *ctx.nothing, None)
+
+
+for _name, _backward, _setup in (
+    ("issue", _issue_backward, _issue_setup),
+    ("remote", _remote_backward, _remote_setup),
+    ("wait", _wait_backward, _wait_setup),
+):
+    torch.library.register_autograd(
+        f"telegrad::{_name}", _backward, setup_context=_setup, lib=_library
+    )

@@ -1,0 +1,160 @@
+"""What `telegrad.rpc` and `telegrad.autograd` do while Dynamo traces them.
+
+Dynamo inlines these functions. They are written for it: no locks, no tables, no exceptions for
+control flow; what cannot be traced is behind `assume_constant_result` (sites.py, shapes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telegrad.compile.arguments import Split, Template, join, split
+from telegrad.compile.calls import anchors
+from telegrad.compile.handles import MadeRRef
+from telegrad.compile.ops import NO_CONTEXT, ops
+from telegrad.compile.shapes import outputs_of, result_template
+from telegrad.compile.sites import Site, locate, site
+from telegrad.rpc.worker import WorkerInfo
+
+
+class _State:
+    """What the calls in a graph share. Dynamo keeps track of it as it does of any global."""
+
+    order = torch.empty(0, dtype=torch.int64)
+    context = NO_CONTEXT
+
+
+_state = _State()
+_state.order = _State.order
+_state.context = _State.context
+
+
+class TracedFuture:
+    """What `rpc_async` gives inside of a compiled function."""
+
+    def __init__(
+        self,
+        key: str,
+        token: Tensor,
+        shapes: list[Tensor],
+        ints: list[int],
+        needs: list[bool],
+    ) -> None:
+        self.key = key
+        self.token = token
+        self.shapes = shapes
+        self.ints = ints
+        self.needs = needs
+
+    def wait(self) -> Any:
+        outputs, order = ops.wait(
+            self.key, self.token, self.shapes, self.ints, self.needs, _state.order
+        )
+        _state.order = order
+        return _result(result_template(self.key), outputs)
+
+    def value(self) -> Any:
+        return self.wait()
+
+
+def _result(template: Template, outputs: list[Tensor]) -> Any:
+    kind = template[0]
+    if kind == "tensor":
+        output = outputs[template[1]]
+        return output if template[2] else output.detach()
+    if kind == "constant":
+        return template[1]
+    if kind == "list":
+        return [_result(item, outputs) for item in template[1:]]
+    if kind == "tuple":
+        return tuple([_result(item, outputs) for item in template[1:]])
+    return {key: _result(item, outputs) for key, item in template[1:]}
+
+
+def _needs(tensors: list[Tensor]) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors]
+
+
+def rpc_async(
+    to: Any,
+    function: Callable[..., Any],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> TracedFuture:
+    found = Split()
+    template = split((tuple(args or ()), kwargs or {}), found)
+    key, _ = locate(to, function, template, timeout)
+    needs = _needs(found.tensors)
+    token, order = ops.issue(
+        key,
+        found.tensors,
+        found.ints,
+        needs,
+        anchors.current,
+        torch.is_grad_enabled(),
+        _state.context,
+        _state.order,
+    )
+    _state.order = order
+    return TracedFuture(key, token, found.shapes, found.ints, needs)
+
+
+def rpc_sync(
+    to: Any,
+    function: Callable[..., Any],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Any:
+    return rpc_async(to, function, args, kwargs, timeout).wait()
+
+
+def remote(
+    to: Any,
+    function: Callable[..., Any],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> MadeRRef:
+    found = Split()
+    template = split((tuple(args or ()), kwargs or {}), found)
+    key, worker = locate(to, function, template, timeout)
+    token, value, order = ops.remote(
+        key,
+        found.tensors,
+        found.ints,
+        _needs(found.tensors),
+        anchors.current,
+        torch.is_grad_enabled(),
+        found.shapes,
+        _state.context,
+        _state.order,
+    )
+    _state.order = order
+    return MadeRRef(worker, token, tuple(value))
+
+
+def result_on_fakes(
+    node: Any, to: WorkerInfo, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """What a call would return whose arguments are fake tensors of this process."""
+    found = Split()
+    template = split((tuple(args), kwargs), found)
+    key = f"nested {function!r} {template!r}"
+    where = Site(key, to, function, template, None)
+    outputs = outputs_of(
+        node, where, found.shapes, found.ints, _needs(found.tensors), _new_unknown
+    )
+    return _result(result_template(key), outputs)
+
+
+def _new_unknown() -> Any:
+    raise NotImplementedError
+
+
+__all__ = ["join", "remote", "result_on_fakes", "rpc_async", "rpc_sync", "site"]

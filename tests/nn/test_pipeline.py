@@ -1,0 +1,176 @@
+"""Pipelines give the loss and the gradients of the whole batch in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from telegrad import autograd
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.optim import DistributedOptimizer
+from tests.nn import modules
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+PLACES = ("worker1", "worker2", "worker1")
+
+
+def make_stages() -> list[RemoteModule]:
+    return [RemoteModule(place, modules.stage, (n,)) for n, place in enumerate(PLACES)]
+
+
+def make_local() -> nn.Sequential:
+    return nn.Sequential(*(modules.stage(n) for n in range(len(PLACES))))
+
+
+def batch(rows: int = 11, seed: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 6, generator=generator), torch.randn(rows, 6, generator=generator)
+
+
+def sum_of_squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def gradients_of(module: nn.Module, context_id: int) -> list[Tensor]:
+    found = autograd.get_gradients(context_id)
+    return [found[p] for p in module.parameters()]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4, 20])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_loss_and_gradients_are_those_of_one_process(schedule: str, micro_batches: int) -> None:
+    local, stages = make_local(), make_stages()
+    pipeline = Pipeline(stages, micro_batches, schedule)
+    x, y = batch()
+    here, there = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = nn.functional.mse_loss(local(here), y)
+    expected.backward()
+    with autograd.context() as context_id:
+        loss = pipeline.forward_backward(context_id, there, y, nn.functional.mse_loss)
+        found = [stage.run(gradients_of, context_id) for stage in stages]
+        torch.testing.assert_close(autograd.get_gradients(context_id)[there], here.grad)
+    torch.testing.assert_close(loss, expected.detach())
+    for layer, gradients in zip(local, found, strict=True):
+        torch.testing.assert_close(gradients, [p.grad for p in layer.parameters()])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_loss_that_is_a_sum_adds_up(schedule: str) -> None:
+    local, pipeline = make_local(), Pipeline(make_stages(), 3, schedule)
+    x, y = batch()
+    with autograd.context() as context_id:
+        loss = pipeline.forward_backward(context_id, x, y, sum_of_squares, reduction="sum")
+    torch.testing.assert_close(loss, sum_of_squares(local(x), y).detach())
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("gpipe", 8), ("1f1b", 3)])
+def test_a_stage_keeps_as_many_activations_as_the_schedule_says(schedule: str, most: int) -> None:
+    stages = make_stages()
+    pipeline = Pipeline(stages, 8, schedule)
+    x, y = batch(16)
+    with autograd.context() as context_id:
+        pipeline.forward_backward(context_id, x, y, nn.functional.mse_loss)
+    kept = stages[0].run(modules.most_under_way)
+    assert kept == most if schedule == "gpipe" else kept <= most
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_micro_batches_pass_each_stage_in_order(schedule: str) -> None:
+    stages = make_stages()
+    pipeline = Pipeline(stages, 6, schedule)
+    x, y = batch(12)
+    for _ in range(2):
+        with autograd.context() as context_id:
+            pipeline.forward_backward(context_id, x, y, nn.functional.mse_loss)
+    with torch.no_grad():
+        local = make_local()
+        for part in torch.tensor_split(x, 6):
+            local(part)
+    for stage, layer in zip(stages, local, strict=True):
+        expected = modules.order_of(layer)  # type: ignore[arg-type]
+        assert stage.run(modules.order_of) == pytest.approx(expected * 2, abs=2e-4)
+
+
+def test_training_reaches_the_parameters_of_one_process() -> None:
+    local, pipeline = make_local(), Pipeline(make_stages(), 4)
+    plain = optim.Adam(local.parameters(), lr=0.05)
+    optimizer = DistributedOptimizer(optim.Adam, pipeline, lr=0.05)
+    for seed in range(4):
+        x, y = batch(seed=seed)
+        plain.zero_grad()
+        nn.functional.mse_loss(local(x), y).backward()
+        plain.step()
+        with autograd.context() as context_id:
+            pipeline.forward_backward(context_id, x, y, nn.functional.mse_loss)
+            optimizer.step(context_id)
+    assert list(pipeline.state_dict()) == [f"stages.{name}" for name in local.state_dict()]
+    torch.testing.assert_close(
+        list(pipeline.state_dict().values()), list(local.state_dict().values())
+    )
+
+
+def test_as_a_module_it_gives_the_output_of_the_batch() -> None:
+    local, pipeline = make_local(), Pipeline(make_stages(), 4)
+    x, y = batch()
+    torch.testing.assert_close(pipeline(x), local(x).detach())
+    here, there = x.clone().requires_grad_(), x.clone().requires_grad_()
+    nn.functional.mse_loss(local(here), y).backward()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [nn.functional.mse_loss(pipeline(there), y)])
+        torch.testing.assert_close(autograd.get_gradients(context_id)[there], here.grad)
+
+
+def test_containers_are_cut_and_put_together() -> None:
+    attend = RemoteModule("worker1", modules.Pairs)
+    pipeline = Pipeline([attend], 3)
+    a, b = batch(7)
+    found = pipeline({"pair": (a, b), "factor": 2.0})
+    torch.testing.assert_close(found, {"sum": (a + b) * 2.0, "list": [a, b]})
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_that_fails_is_told_and_the_next_batch_passes(schedule: str) -> None:
+    fails = RemoteModule("worker1", modules.FailsAt)
+    pipeline = Pipeline([fails, RemoteModule("worker2", modules.stage, (1,))], 6, schedule)
+    x, y = batch(12)
+    bad = x.clone()
+    bad[3, 3] = 13
+    with autograd.context() as context_id, pytest.raises(ArithmeticError, match="thirteen"):
+        pipeline.forward_backward(context_id, bad, y, nn.functional.mse_loss)
+    with autograd.context() as context_id:
+        loss = pipeline.forward_backward(context_id, x, y, nn.functional.mse_loss)
+    torch.testing.assert_close(loss, nn.functional.mse_loss(modules.stage(1)(x * 2), y).detach())
+
+
+def test_what_cannot_be_a_pipeline_is_refused() -> None:
+    stage = RemoteModule("worker1", nn.Identity)
+    with pytest.raises(TypeError, match="RemoteModule"):
+        Pipeline([nn.Identity()], 2)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="micro_batches=0"):
+        Pipeline([stage], 0)
+    with pytest.raises(ValueError, match="zigzag"):
+        Pipeline([stage], 2, "zigzag")
+    with autograd.context() as context_id, pytest.raises(autograd.AutogradError, match="works in"):
+        Pipeline([stage], 2).forward_backward(context_id + 1, *batch(), nn.functional.mse_loss)
+    with pytest.raises(TypeError, match="no tensor"):
+        Pipeline([stage], 2)({"factor": 2.0})
+
+
+def test_bytes_at_the_caller_are_those_of_inputs_and_targets() -> None:
+    wide = 1 << 16
+    stages = [
+        RemoteModule("worker1", modules.Widen, (wide,)),
+        RemoteModule("worker2", modules.Narrow, (wide,)),
+    ]
+    pipeline = Pipeline(stages, 4)
+    x = torch.ones(8, 1)
+    before = modules.bytes_moved()
+    with autograd.context() as context_id:
+        pipeline.forward_backward(context_id, x, x, nn.functional.mse_loss)
+    moved: Any = modules.bytes_moved() - before
+    print(f"bytes at the caller: {moved}; one activation has {8 * wide * 4}")
+    assert moved < 30_000

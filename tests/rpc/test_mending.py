@@ -1,0 +1,219 @@
+"""Connections that are cut under traffic: mended, with nothing lost and nothing done twice."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import rpc
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.node import current_node
+from telegrad.wire.stream import Part, PlainStream
+from tests.rpc import functions
+from tests.rpc.fleet import Job
+
+MakeJob = Callable[..., Job]
+UNIX: dict[str, Any] = {"liveness": 20.0}
+TCP: dict[str, Any] = {**UNIX, "host": "127.0.0.1", "transports": ("tcp",)}
+TRANSPORTS = [pytest.param(UNIX, id="unix"), pytest.param(TCP, id="tcp")]
+SEED = 20261116
+
+
+def call(to: Any, function: Any, *args: Any, **options: Any) -> Any:
+    return rpc.rpc_sync(to, function, args=args, **options)
+
+
+def cut_links(side: str) -> int:
+    """Break every connection of this worker on one of its sides."""
+    agent = current_node().transport
+    assert isinstance(agent, Agent)
+    ends = agent._outgoing if side == "outgoing" else agent._incoming
+    links = [end.link for end in list(ends.values()) if hasattr(end, "link")]
+    for link in links:
+        link.mark_broken()
+    return len(links)
+
+
+def be_clumsy(seed: int, chance: float) -> None:
+    """From now on this process cuts connections in the middle of what it sends."""
+    numbers = random.Random(seed)
+    send_all = PlainStream.try_send
+    functions.record("clumsy")
+
+    def send_some(self: PlainStream, parts: Any) -> int:
+        if numbers.random() >= chance:
+            return send_all(self, parts)
+        first: Part = parts[0]
+        view = memoryview(first).cast("B")
+        send_all(self, [view[: numbers.randrange(len(view) + 1)]])
+        self.close()
+        raise ConnectionResetError("cut by the test")
+
+    PlainStream.try_send = send_some  # type: ignore[method-assign]
+    functions.kept = send_all
+
+
+def be_careful() -> None:
+    PlainStream.try_send = functions.kept  # type: ignore[method-assign]
+    functions.take_recorded()
+
+
+def echo_once(number: int, value: Any) -> Any:
+    functions.record(number)
+    return value
+
+
+def make_traffic(to: str, threads: int, calls: int, largest: int, seed: int) -> list[int]:
+    """Calls of all sizes from many threads, half of them as futures; the numbers of all."""
+
+    def one_thread(thread: int) -> None:
+        numbers = random.Random(seed * 1000 + thread)
+        futures = []
+        for n in range(calls):
+            number = thread * calls + n
+            x = torch.full((numbers.randrange(largest),), number)
+            if numbers.random() < 0.5:
+                assert torch.equal(rpc.rpc_sync(to, echo_once, args=(number, x)), x)
+            else:
+                futures.append((x, rpc.rpc_async(to, echo_once, args=(number, x))))
+        for x, future in futures:
+            assert torch.equal(future.wait(), x)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(one_thread, range(threads)))
+    return list(range(threads * calls))
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+@pytest.mark.parametrize("side", ["outgoing", "incoming"])
+def test_a_broken_connection_is_mended_for_idle_and_for_waiting_calls(
+    make_job: MakeJob, options: dict[str, Any], side: str
+) -> None:
+    job = make_job("a", "b", "c", **options)
+    breaks = job["a"] if side == "outgoing" else job["b"]
+    assert job["a"].do(call, "b", functions.who_am_i) == "b"
+    for number in range(3):
+        breaks.do(cut_links, side)
+        assert job["a"].do(call, "b", functions.who_am_i) == "b"
+        name = f"event {number}"
+        waiting = job["a"].begin(call, "b", functions.announce_and_wait, "begun " + name, name)
+        job["c"].do(call, "b", functions.wait_event, "begun " + name)
+        if side == "incoming":
+            breaks.do(cut_links, side)
+        job["c"].do(call, "b", functions.set_event, name)
+        assert waiting.result(20) == name
+    assert job["a"].do(rpc.debug_info)["lost workers"] == {}
+
+
+def call_while_cutting(to: str, calls: int) -> int:
+    """The main thread waits for calls while another one breaks the links below it."""
+    done = threading.Event()
+    cuts = 0
+
+    def cut_often() -> None:
+        nonlocal cuts
+        while not done.wait(0.02):
+            cuts += cut_links("outgoing")
+
+    cutter = threading.Thread(target=cut_often)
+    cutter.start()
+    try:
+        for n in range(calls):
+            assert rpc.rpc_sync(to, echo_once, args=(n, n)) == n
+            time.sleep(0.001)
+    finally:
+        done.set()
+        cutter.join()
+    return cuts
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_calls_go_on_while_their_connection_is_cut_again_and_again(
+    make_job: MakeJob, options: dict[str, Any]
+) -> None:
+    job = make_job("a", "b", **options)
+    job["b"].do(functions.take_recorded)
+    assert job["a"].do(call_while_cutting, "b", 300) > 3
+    assert job["b"].do(functions.take_recorded) == list(range(300))
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+@pytest.mark.parametrize("clumsy", ["a", "b"])
+def test_traffic_cut_at_random_bytes_loses_nothing_and_doubles_nothing(
+    make_job: MakeJob, options: dict[str, Any], clumsy: str
+) -> None:
+    print(f"seed {SEED}")
+    job = make_job("a", "b", **options)
+    job["a"].do(call, "b", functions.nothing)
+    job[clumsy].do(be_clumsy, SEED, 0.03)
+    numbers = job["a"].begin(make_traffic, "b", 6, 40, 60_000, SEED).result(60)
+    job[clumsy].do(be_careful) if clumsy == "a" else None
+    done = job["b"].do(functions.take_recorded)
+    assert sorted(n for n in done if n != "clumsy") == numbers
+    assert job["a"].do(rpc.debug_info)["lost workers"] == {}
+    assert job["a"].do(rpc.debug_info)["calls in flight"] == []
+
+
+def futures_with_callbacks(to: str, count: int) -> int:
+    """Large futures whose callbacks call again, while the link is full."""
+    told = []
+    x = torch.ones(200_000)
+
+    def again(future: torch.futures.Future[Any]) -> Any:
+        told.append(int(rpc.rpc_sync(to, torch.sum, args=(future.wait(),))))
+
+    futures = [rpc.rpc_async(to, functions.echo, args=(x,)).then(again) for _ in range(count)]
+    for future in futures:
+        future.wait()
+    assert set(told) == {200_000}
+    return len(told)
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_callbacks_that_call_while_the_link_is_full_wait_for_nobody(
+    make_job: MakeJob, options: dict[str, Any]
+) -> None:
+    job = make_job("a", "b", **options)
+    assert job["a"].do(futures_with_callbacks, "b", 60) == 60
+
+
+def both_send_large(to: str, count: int) -> bool:
+    x = torch.arange(300_000)
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(lambda _: rpc.rpc_sync(to, functions.echo, args=(x,)), range(count))
+        return all(torch.equal(result, x) for result in results)
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_two_workers_that_send_large_tensors_to_each_other_at_once_do_not_wait_for_ever(
+    make_job: MakeJob, options: dict[str, Any]
+) -> None:
+    job = make_job("a", "b", **options)
+    both = [job["a"].begin(both_send_large, "b", 40), job["b"].begin(both_send_large, "a", 40)]
+    assert all(each.result(60) for each in both)
+
+
+def send_large_and_cut(to: str) -> bool:
+    """The connection is cut while a frame waits for room in it."""
+    x = torch.arange(8 << 20)
+    timer = threading.Timer(0.02, cut_links, ["outgoing"])
+    timer.start()
+    answer = rpc.rpc_sync(to, functions.echo, args=(x,))
+    timer.join()
+    return torch.equal(answer, x)
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_a_connection_cut_under_a_blocked_writer_is_mended(
+    make_job: MakeJob, options: dict[str, Any]
+) -> None:
+    job = make_job("a", "b", **options)
+    for _ in range(3):
+        assert job["a"].do(send_large_and_cut, "b")

@@ -63,7 +63,7 @@ def train_job(owner_names: list[str], steps: int, seed: int) -> Outcome:
         RemoteModule(name, seeded, (seed + number, Owner, number, count))
         for number, name in enumerate(owner_names)
     ]
-    head, truth = seeded(seed - 1, build_head, count), diagnoses()
+    head, truth = seeded(seed + count, build_head, count), diagnoses()
     optimizer = DistributedOptimizer(torch.optim.Adam, [*owners, head], lr=RATE)
 
     def predict(patients: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def train_twin(count: int, steps: int, seed: int) -> Outcome:
     owners = nn.ModuleList(
         [seeded(seed + number, Owner, number, count) for number in range(count)]
     )
-    head, truth = seeded(seed - 1, build_head, count), diagnoses()
+    head, truth = seeded(seed + count, build_head, count), diagnoses()
     optimizer = torch.optim.Adam([*owners.parameters(), *head.parameters()], lr=RATE)
 
     def predict(patients: Tensor) -> Tensor:

@@ -55,6 +55,15 @@ class GradModes(nn.Module):
         return torch.is_grad_enabled(), x * 2
 
 
+class IsCompiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * (2 if torch.compiler.is_compiling() else 1)
+
+
 class Fails(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ArithmeticError("no result today")

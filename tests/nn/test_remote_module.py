@@ -78,6 +78,17 @@ def test_an_error_of_the_module_is_raised_where_its_result_is_asked_for() -> Non
         remote(fails.lazy(x()))
 
 
+def test_a_module_can_be_compiled_where_it_lives() -> None:
+    plain = RemoteModule("worker1", modules.IsCompiled)
+    compiled = RemoteModule("worker1", modules.IsCompiled, compile={"backend": "aot_eager"})
+    assert torch.equal(plain(torch.ones(3)), torch.ones(3))
+    start = torch.ones(3, requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [compiled(start).sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[start], torch.full((3,), 2.0))
+    assert list(compiled.state_dict()) == ["weight"]
+
+
 def test_what_makes_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match="made a dict"):
         RemoteModule("worker1", dict)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from telegrad import rpc
+from telegrad.rpc.references import Post, References
 from telegrad.testing import Faults, now, seeds, simulate, sleep, worker_globals
 
 WORKERS = ("a", "b", "c", "d")
@@ -175,3 +176,32 @@ def test_a_reference_that_a_dying_worker_passed_on_is_not_lost():
         faults = Faults(drop=draw.choice((0.0, 0.1)), delay=draw.choice((0.0, 0.5)), detect=0.3)
         faults = faults.kill(draw.choice(WORKERS[1:]), at=draw.randint(5, 60))
         assert run_program(hand_round, seed, faults) == {}, seed
+
+
+# What the protocol stands on.
+
+
+def test_the_messages_of_the_protocol_take_effect_in_order(monkeypatch):
+    given: dict[tuple[int, int], list] = {}
+    taken: dict[tuple[int, int], list] = {}
+    take_actions, receive = References.take_actions, References.receive
+
+    def watched_actions(core):
+        actions = take_actions(core)
+        for action in actions:
+            if isinstance(action, Post):
+                given.setdefault((core._me, action.to), []).append(action.message)
+        return actions
+
+    def watched_receive(core, sender, message):
+        if sender != core._me:
+            taken.setdefault((sender, core._me), []).append(message)
+        receive(core, sender, message)
+
+    monkeypatch.setattr(References, "take_actions", watched_actions)
+    monkeypatch.setattr(References, "receive", watched_receive)
+    for seed in seeds(60):
+        given.clear()
+        taken.clear()
+        assert run_program(trade, seed, Faults()) == {}
+        assert taken == given, seed

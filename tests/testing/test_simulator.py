@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.testing import (
     Faults,
     SimulationFailed,
@@ -380,3 +380,46 @@ def test_threads_outside_are_told_that_they_do_not_take_part():
 
     simulate(main)
     assert caught
+
+
+# Backward.
+
+
+def weigh(x):
+    weight = worker_globals().setdefault("weight", torch.full((2,), 3.0, requires_grad=True))
+    return x * weight
+
+
+def weigh_via(worker, x):
+    return rpc.rpc_sync(worker, weigh, args=(x,))
+
+
+def gradient_of_weight(context_id):
+    return autograd.get_gradients(context_id)[worker_globals()["weight"]].tolist()
+
+
+def forward_and_backward():
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        far = rpc.rpc_async("b", weigh_via, args=("c", x))
+        near = rpc.rpc_sync("c", weigh, args=(x,))
+        autograd.backward(context_id, [(far.wait() * near).sum()])
+        there = rpc.rpc_sync("c", gradient_of_weight, args=(context_id,))
+        return autograd.get_gradients(context_id)[x].tolist(), there
+
+
+def test_backward_gives_the_gradients_of_one_process_and_replays():
+    for seed in seeds(20):
+        result = simulate(forward_and_backward, seed=seed, faults=BAD_NETWORK)
+        assert result.value == ([18.0, 18.0], [6.0, 6.0])
+        assert result.leaks == {}
+        assert result.trace == simulate(forward_and_backward, seed=seed, faults=BAD_NETWORK).trace
+
+
+def test_a_kill_during_backward_ends_it_by_name():
+    for seed in seeds(20):
+        faults = Faults().kill("c", during="backward")
+        result = simulate(forward_and_backward, seed=seed, faults=faults, allow=rpc.TelegradError)
+        assert any(event.what == "dies" for event in result.trace)
+        assert isinstance(result.error, rpc.TelegradError)
+        assert result.leaks == {}

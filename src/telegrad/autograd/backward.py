@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.context import SendRecord
+from telegrad.autograd.enclosed import EnclosedSend
 from telegrad.autograd.errors import BadGradient
 from telegrad.autograd.messages import (
     Absent,
@@ -202,7 +203,7 @@ _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
 def check_gradients(
-    record: SendRecord, sender: int, gradients: Sequence[Tensor | None] | None
+    record: SendRecord | EnclosedSend, sender: int, gradients: Sequence[Tensor | None] | None
 ) -> None:
     """Refuse gradients (None: their absence) that do not belong to the tensors that were sent."""
     name = f"The gradients of message {record.message}, sent to worker {record.peer},"

@@ -7,6 +7,7 @@ from typing import Any
 
 from telegrad.autograd.context import Context, SendRecord
 from telegrad.autograd.crossing import RecvNode
+from telegrad.autograd.enclosed import EnclosedSend
 from telegrad.autograd.plan import LeafNode
 
 _MAX_LEAVES = 4
@@ -31,8 +32,12 @@ def describe_context(context: Context, worker_name: Callable[[int], str], here: 
     return "\n".join(lines)
 
 
-def _send_lines(name: str, send: SendRecord, peer: str, recv_names: dict[int, str]) -> list[str]:
+def _send_lines(
+    name: str, send: SendRecord | EnclosedSend, peer: str, recv_names: dict[int, str]
+) -> list[str]:
     lines = [f"  {name} -> {peer}: {_count(len(send.shapes), 'tensor')} (message {send.message})"]
+    if send.node is None:
+        return [*lines, "    from inside of a compiled function"]
     recvs, leaves, interior = _made_of(send.node)
     lines += [f"    depends on {recv_names.get(message, 'a recv')}" for message in recvs]
     lines += [

@@ -100,6 +100,8 @@ class Run:
         self._for_real = accumulates_for_real()
         self._enclosing = leaves_of(enclosures)
         self._groups, self._nodes = form_groups(sources, self._enclosing)
+        self._open = len(self._groups)
+        self._stirred = dict.fromkeys(g for g in self._groups if g.mask_of(State.GRADIENT))
         self._current: Group | None = None
         self._fired: dict[int, dict[int, Tensor | None]] = {}
         self._answered: set[int] = set()
@@ -110,7 +112,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self._closed or all(group.done for group in self._groups)
+        return self._closed or not self._open
 
     @property
     def brief(self) -> bool:
@@ -125,17 +127,17 @@ class Run:
         else:
             source.state = State.GRADIENT
             source.gradients = gradients
+        assert source.group is not None
+        self._stirred[source.group] = None
 
-    def step(self) -> bool:
-        """Run all that can run now; True if anything did."""
-        self._settle_absent_sources()
-        moved = False
-        for group in self._groups:
+    def step(self) -> None:
+        """Run all that can run now. Only groups of which a source was resolved are looked at."""
+        while self._stirred:
+            group, _ = self._stirred.popitem()
+            self._settle_absent_sources(group)
             while self._runnable(group):
                 self._run(group)
-                moved = True
         self._drop_tasks()
-        return moved
 
     def settle(self) -> None:
         """All groups are done: let the hooks of leaves see the sums."""
@@ -150,7 +152,7 @@ class Run:
         for source in self.sources.values():
             source.group = source.node = None
             source.edges, source.gradients = (), ()
-        self._groups, self._nodes, self._current = [], {}, None
+        self._groups, self._nodes, self._current, self._stirred = [], {}, None, {}
         self._fired, self._captured = {}, []
         self._drop_tasks()
 
@@ -233,18 +235,17 @@ class Run:
             if not stages.masks[recv] & ~settled:
                 self._fire_absent(recv)
 
-    def _settle_absent_sources(self) -> None:
-        for group in self._groups:
-            if group.done:
-                continue
-            absent = group.mask_of(State.ABSENT)
-            if absent == (1 << len(group.sources)) - 1:
-                self._finish(group)
-            elif absent and group.recvs:
-                stages = group.stages or make_stages(group, self._enclosing)
-                for recv in group.recvs:
-                    if not stages.masks[recv] & ~absent:
-                        self._fire_absent(recv)
+    def _settle_absent_sources(self, group: Group) -> None:
+        absent = group.mask_of(State.ABSENT)
+        if not absent or group.done:
+            return
+        if absent == (1 << len(group.sources)) - 1:
+            self._finish(group)
+        elif group.recvs:
+            stages = group.stages or make_stages(group, self._enclosing)
+            for recv in group.recvs:
+                if not stages.masks[recv] & ~absent:
+                    self._fire_absent(recv)
 
     # Running.
 
@@ -424,10 +425,11 @@ class Run:
         for cut, gradients in captured:
             for (_, node, index), gradient in zip(cut, gradients, strict=True):
                 if gradient is not None and to_come(node):
-                    self._keep(stages, [((node, index), _fit(gradient, node, index))])
+                    self._keep(stages, [((node, index), gradient)])
 
     def _finish(self, group: Group) -> None:
         group.done = True
+        self._open -= 1
         for recv in group.recvs:
             self._fire_absent(recv)
         self._drop_stages(group)
@@ -437,20 +439,6 @@ class Run:
             for handle in group.stages.handles:
                 handle.remove()
             group.stages = None
-
-
-def _fit(gradient: Tensor, node: Any, index: int) -> Tensor:
-    """What the engine does to a gradient between two nodes: undo broadcasting, cast."""
-    expected = torch_private.expected_gradient(node, index)
-    if gradient.layout is not torch.strided:
-        return gradient
-    if gradient.shape != expected.shape:
-        gradient = gradient.sum_to_size(expected.shape)
-    if gradient.dtype != expected.dtype:
-        if gradient.is_complex() and not expected.dtype.is_complex:
-            gradient = gradient.real
-        gradient = gradient.to(expected.dtype)
-    return gradient
 
 
 def _explain_reentrant_checkpoint(error: RuntimeError) -> None:

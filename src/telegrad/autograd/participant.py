@@ -21,6 +21,7 @@ from torch import Tensor
 
 from telegrad.autograd.backward import Part, Post, check_gradients, merge_ack
 from telegrad.autograd.context import Context, RecvRecord, SendRecord, worker_of, working_in
+from telegrad.autograd.enclosed import EnclosedSend
 from telegrad.autograd.errors import AutogradError, BadGradient, PassFailed, UnusedResult
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import (
@@ -105,7 +106,7 @@ class Participant:
         self._partners: frozenset[int] = frozenset()
         self._held: list[Post] = []
         self._early: list[tuple[int, Absent]] = []
-        self._sends: dict[int, SendRecord] = {}
+        self._sends: dict[int, SendRecord | EnclosedSend] = {}
         self._peer_of_recv: dict[int, int] = {}
         self._resolved = 0
         self._error: BaseException | None = None
@@ -397,7 +398,7 @@ class Participant:
         self._run.resolve(message, gradients)
         self._resolved += 1
 
-    def _unused(self, record: SendRecord) -> UnusedResult:
+    def _unused(self, record: SendRecord | EnclosedSend) -> UnusedResult:
         peer = self._node.members.name(record.peer)
         shapes = ", ".join(f"{dtype} {tuple(shape)}" for shape, dtype in record.shapes)
         return UnusedResult(
@@ -425,8 +426,7 @@ class Participant:
 
     def _run_engine(self, run: Run, part: Part) -> None:
         with working_in(self.context):
-            while run.step() and not run.finished:
-                pass
+            run.step()
             if not run.finished:
                 return
             run.settle()

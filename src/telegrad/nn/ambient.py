@@ -8,7 +8,7 @@ recorded there no backward pass could reach.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +32,14 @@ class Ambient:
     grad: bool
     autocast: tuple[Autocast, ...]
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[object]:
         """The same for the block, on the calling thread."""
+        if self.autocast:
+            return self._with_autocast()
+        return torch.set_grad_enabled(self.grad)
+
+    @contextmanager
+    def _with_autocast(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for region in self.autocast:

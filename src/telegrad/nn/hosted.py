@@ -110,7 +110,7 @@ def host(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: str | None,
-    compile: bool,
+    compile: bool | dict[str, Any],
 ) -> RRef[HostedModule]:
     """On the worker: make the module, and a reference to it."""
     module = module_class(*args, **kwargs)
@@ -122,5 +122,5 @@ def host(
     if device is not None:
         module.to(device)
     if compile:
-        module.compile()
+        module.compile(**(compile if isinstance(compile, dict) else {}))
     return RRef(HostedModule(module, device))

@@ -51,8 +51,9 @@ class RemoteModule(nn.Module):
         y = decoder(encoder.lazy(x))     # the code goes from worker1 to worker2, never through here
 
     `remote_device` is a worker, or a worker and a device on it: inputs are then brought to that
-    device. With `compile` the worker compiles the module (`nn.Module.compile`). `timeout` bounds
-    each call to the worker in seconds; 0 for none, by default the job's.
+    device. With `compile` the worker compiles the module, with the options of `torch.compile` if
+    a dict has them. `timeout` bounds each call to the worker in seconds; 0 for none, by default
+    the job's.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RemoteModule(nn.Module):
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        compile: bool = False,
+        compile: bool | dict[str, Any] = False,
         timeout: float | None = None,
     ) -> None:
         super().__init__()

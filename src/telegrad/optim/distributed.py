@@ -165,7 +165,7 @@ class DistributedOptimizer(Optimizer):
         As `torch.nn.utils.clip_grad_norm_`, in one round trip. The gradients in the context stay
         as they are: clipping takes place in `step(context_id)`.
         """
-        asked = (context_id, tuple(self._treatments_of(context_id)), norm_type)
+        asked = (context_id, tuple(self._treatments.get(context_id, ())), norm_type)
         answers = self._on_all("norms", *asked)
         by_index = {i: norm for answer in answers.values() for i, norm in answer.items()}
         norms = [by_index[index] for index in sorted(by_index)]
@@ -177,24 +177,21 @@ class DistributedOptimizer(Optimizer):
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be "
                 f"clipped; it is largest for parameter {self._name(_worst(by_index))}."
             )
-        self._treatments_of(context_id).append(clipping(total, max_norm))
+        self.treat(context_id, clipping(total, max_norm))
         return total
 
     def clip_grad_value_(self, context_id: int | None, clip_value: float) -> None:
         """Clip each element of the gradients of the next step; costs no round trip."""
-        self._treatments_of(context_id).append(Clamp(float(clip_value)))
+        self.treat(context_id, Clamp(float(clip_value)))
 
     def all_finite(self, context_id: int | None) -> bool:
         """Whether no gradient on any worker has an infinity or a NaN."""
-        asked = (context_id, tuple(self._treatments_of(context_id)))
+        asked = (context_id, tuple(self._treatments.get(context_id, ())))
         return all(self._on_all("all_finite", *asked).values())
 
     def treat(self, context_id: int | None, treatment: Treatment) -> None:
         """Have something done to the gradients of the next step."""
-        self._treatments_of(context_id).append(treatment)
-
-    def _treatments_of(self, context_id: int | None) -> list[Treatment]:
-        return self._treatments.setdefault(context_id, [])
+        self._treatments.setdefault(context_id, []).append(treatment)
 
     def _name(self, index: int) -> str:
         member = next(m for group in self._members for m in group if m.index == index)

@@ -10,6 +10,7 @@ import torch
 
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.node import Node
+from telegrad.rpc.torch_private import fail_future
 from telegrad.rpc.worker import WorkerInfo
 
 
@@ -62,7 +63,7 @@ def begin_async(
         try:
             value = node.outcome(pending)
         except BaseException as error:
-            future.set_exception(error)
+            fail_future(future, error)
         else:
             future.set_result(value)
 

@@ -56,6 +56,32 @@ class _Journey(threading.local):
         self.unconfirmed: list[ForkId] = []
 
 
+class _Inbox:
+    """Puts the messages of one sender back in order.
+
+    Posts are begun in order, but a handler may be overtaken by the next one before it comes to
+    our lock. The core relies on the order: a `Fenced` that overtakes a `Register` drops a value
+    that someone has.
+    """
+
+    __slots__ = ("early", "receiving", "seen")
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.early: dict[int, Message] = {}
+        self.receiving = False
+
+    def begin_next(self) -> Message | None:
+        """The next message in order. None if it is not there, or another thread receives."""
+        if self.receiving:
+            return None
+        message = self.early.pop(self.seen + 1, None)
+        if message is not None:
+            self.seen += 1
+            self.receiving = True
+        return message
+
+
 class Values:
     """Owned values and held references of one worker."""
 
@@ -68,6 +94,8 @@ class Values:
         self._lost: dict[ForkId, ReferenceLost] = {}
         self._actions: deque[Action] = deque()
         self._acting = False
+        self._sent: dict[int, int] = {}
+        self._inboxes: dict[int, _Inbox] = {}
         self._deaths: deque[Handle] = deque()
         self._journey = _Journey()
         node.on_post(TOPIC, self._received)
@@ -309,8 +337,26 @@ class Values:
 
     # The protocol's messages and actions.
 
-    def _received(self, sender: int, data: Any) -> None:
-        message: Message = _message(data)
+    def _received(self, sender: int, payload: Any) -> None:
+        number, data = payload
+        with self._changed:
+            inbox = self._inboxes.setdefault(sender, _Inbox())
+            inbox.early[number] = _message(data)
+            message = inbox.begin_next()
+        failure: Exception | None = None
+        while message is not None:
+            try:
+                self._receive(sender, message)
+            except Exception as error:
+                # Those behind it have left their threads to this one.
+                failure = failure or error
+            with self._changed:
+                inbox.receiving = False
+                message = inbox.begin_next()
+        if failure is not None:
+            raise failure
+
+    def _receive(self, sender: int, message: Message) -> None:
         if isinstance(message, Fence):
             name = self._node.members.name(sender)
             for worker in message.lost:
@@ -354,7 +400,8 @@ class Values:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Post(to, message):
-                self._node.post(to, TOPIC, _data(message))
+                self._sent[to] = number = self._sent.get(to, 0) + 1
+                self._node.post(to, TOPIC, (number, _data(message)))
             case Drop(reference):
                 self._stored.pop(reference, None)
             case Confirmed():

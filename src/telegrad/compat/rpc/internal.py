@@ -24,6 +24,17 @@ _thread_local_tensor_tables = stock.internal._thread_local_tensor_tables
 class _InternalRPCPickler(stock.RpcPickler):  # type: ignore[misc]
     """Pickles with tensors and references set aside in a table."""
 
+    def serialize(self, obj: object) -> tuple[bytes, list[Any]]:
+        outer = getattr(_thread_local_tensor_tables, "send_tables", None)
+        try:
+            return super().serialize(obj)  # type: ignore[no-any-return]
+        except BaseException:
+            # Stock leaves the table of a message that could not be pickled behind, for ever.
+            _thread_local_tensor_tables.send_tables = outer
+            if outer is None:
+                del _thread_local_tensor_tables.send_tables
+            raise
+
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
         super()._register_reducer(obj_class, reducer)
         _teach_codec(obj_class, reducer)

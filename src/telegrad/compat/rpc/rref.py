@@ -60,7 +60,17 @@ class RRef(NativeRRef[T]):
         return _RemoteProxy(self, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        super().backward(dist_autograd_ctx_id, retain_graph)
+        if self.is_owner():
+            _backward_on_owner(self, dist_autograd_ctx_id, retain_graph)
+            return
+        if dist_autograd_ctx_id == -1:
+            raise RuntimeError(
+                "User RRefs require 'dist_autograd_ctx_id' to be specified: without a context "
+                "there is no way to the gradients on their owner."
+            )
+        call = (self, dist_autograd_ctx_id, retain_graph)
+        node = self._node
+        node.wait(node.call(self.owner(), Udf(_backward_on_owner), call, None))
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The class of the value. Asked of the owner once."""
@@ -152,6 +162,21 @@ def make_remote(
     assert isinstance(rref, RRef)
     rref._futures["creation"] = created
     return rref
+
+
+def _backward_on_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    from telegrad.compat.autograd import backward
+
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError(
+            f"RRef should contain a tensor for .backward(), but {rref!r} has a "
+            f"{type(value).__name__}."
+        )
+    if context_id == -1:
+        value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    else:
+        backward(context_id, [value], retain_graph)
 
 
 def _type_on_owner(rref: RRef[Any]) -> type:

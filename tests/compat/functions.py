@@ -1,0 +1,55 @@
+"""Functions that the tests call on a worker."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+release = threading.Event()
+
+
+def add_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
+
+
+def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+def wait_for_release() -> str:
+    release.wait(30)
+    return "released"
+
+
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.value = start
+
+    def increase(self, by: int = 1) -> int:
+        self.value += by
+        return self.value
+
+
+def value_of(rref: Any) -> int:
+    return int(rref.local_value().value)
+
+
+async def add_two_later(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 2
+
+
+class Wrapped:
+    """Travels as its reducer says."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def unwrap(wrapped: Wrapped) -> Any:
+    return wrapped.value
+
+
+def rebuild_wrapped(value: Any) -> Wrapped:
+    return Wrapped(("rebuilt", value))

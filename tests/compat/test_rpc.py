@@ -1,0 +1,210 @@
+"""The habits of torch's RPC that telegrad itself does not have."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compat import functions
+
+
+def test_an_error_is_printed_where_it_happened(
+    alone: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="out of order"):
+        alone.rpc_sync("me", functions.fail, args=("out of order",))
+    printed = capsys.readouterr().err
+    assert "On WorkerInfo(id=0, name=me)" in printed
+    assert "out of order" in printed
+
+
+def test_a_function_that_the_callee_lacks_fails_in_the_words_of_torch(
+    alone: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = functions.add_one
+    alone.rpc_sync("me", call, args=(torch.ones(1),))
+    monkeypatch.delattr(functions, "add_one")
+    with pytest.raises(RuntimeError, match="RPC pickler does not serialize"):
+        alone.rpc_sync("me", call, args=(torch.ones(1),))
+
+
+def test_an_unset_timeout_is_that_of_the_job_and_zero_is_none(alone: ModuleType) -> None:
+    functions.release.clear()
+    alone._set_rpc_timeout(0.05)
+    assert alone.get_rpc_timeout() == 0.05
+    with pytest.raises(RuntimeError, match="RPC ran for more than"):
+        alone.rpc_sync("me", functions.wait_for_release)
+    endless = alone.rpc_async("me", functions.wait_for_release, timeout=0)
+    functions.release.set()
+    assert endless.wait() == "released"
+
+
+def test_wait_all_ends_with_the_first_error_while_others_run(alone: ModuleType) -> None:
+    functions.release.clear()
+    slow = alone.rpc_async("me", functions.wait_for_release)
+    broken = alone.rpc_async("me", functions.fail, args=("broken",))
+    with pytest.raises(ValueError, match="broken"):
+        torch.futures.wait_all([slow, broken])
+    assert not slow.done()
+    functions.release.set()
+    assert torch.futures.wait_all([slow]) == ["released"]
+    assert torch.futures.wait_all([]) == []
+
+
+def test_a_block_waits_for_the_futures_made_in_it(alone: ModuleType) -> None:
+    with alone._wait_all():
+        futures = alone.api._thread_local_var.future_list
+        alone.rpc_async("me", functions.add_one, args=(torch.ones(1),))
+        assert len(futures) == 1
+    assert futures[0].done()
+    assert not hasattr(alone.api._thread_local_var, "future_list")
+
+
+def test_the_class_of_a_value_is_asked_for_once(alone: ModuleType) -> None:
+    rref = alone.remote("me", functions.Counter, args=(1,))
+    first = rref._get_type(blocking=False)
+    assert first.wait() is functions.Counter
+    assert rref._get_type(blocking=False) is first
+
+
+def test_a_proxy_for_remote_calls_fails_at_once_without_such_a_method(alone: ModuleType) -> None:
+    rref = alone.remote("me", functions.Counter, args=(1,))
+    with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+        rref.remote().missing()
+    assert rref.remote().increase(by=2).to_here() == 3
+    assert rref.rpc_sync().increase() == 4
+
+
+def test_the_creation_of_a_reference_has_a_future(alone: ModuleType) -> None:
+    rref = alone.remote("me", functions.Counter, args=(1,))
+    rref._get_future().wait()
+    with pytest.raises(RuntimeError, match="it has no future"):
+        alone.RRef(1)._get_future()
+
+
+def test_references_are_equal_only_to_themselves(alone: ModuleType) -> None:
+    rref = alone.RRef(1)
+    same = alone.rpc_sync("me", functions.unwrap, args=(Holder(rref),))
+    assert same.local_value() == rref.local_value()
+    assert same != rref
+    assert rref == rref
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_a_reference_is_dead_after_the_shutdown(alone: ModuleType) -> None:
+    rref = alone.RRef(1)
+    alone.shutdown()
+    with pytest.raises(RuntimeError, match=r"Cannot call to_here\(\) on it after deletion"):
+        rref.to_here()
+    with pytest.raises(RuntimeError, match="Cannot call fork an UserRRef after deletion"):
+        alone.internal.serialize(rref)
+
+
+def test_the_pickler_sets_tensors_and_references_aside(alone: ModuleType) -> None:
+    tensor, rref = torch.ones(3), alone.RRef(1)
+    data, table = alone.internal.serialize({"tensor": tensor, "rref": [rref]})
+    assert [type(entry) for entry in table] == [torch.Tensor, alone.RRef]
+    again = alone.internal.deserialize(data, table)
+    assert again["tensor"] is tensor
+    assert again["rref"] == [rref]
+
+
+def test_a_pickler_of_the_user_makes_the_calls_of_its_block(alone: ModuleType) -> None:
+    used = []
+
+    class Pickler(type(alone.internal._internal_rpc_pickler)):  # type: ignore[misc]
+        def serialize(self, obj: Any) -> Any:
+            used.append(obj.func)
+            return super().serialize(obj)
+
+    with alone.api._use_rpc_pickler(Pickler()):
+        result = alone.rpc_sync("me", functions.add_one, args=(torch.ones(1),))
+    assert result.item() == 2
+    assert used == [functions.add_one]
+
+
+def test_a_class_with_a_registered_reducer_travels_by_it(alone: ModuleType) -> None:
+    alone.internal._internal_rpc_pickler._register_reducer(
+        functions.Wrapped, lambda wrapped: (functions.rebuild_wrapped, (wrapped.value,))
+    )
+    sent = functions.Wrapped(torch.ones(2))
+    word, tensor = alone.rpc_sync("me", functions.unwrap, args=(sent,))
+    assert word == "rebuilt"
+    assert torch.equal(tensor, torch.ones(2))
+
+
+def test_compiled_functions_are_called_by_their_names(alone: ModuleType) -> None:
+    assert alone.rpc_sync("me", compiled_double, args=(torch.ones(2),)).sum() == 4
+
+
+@torch.jit.script
+def compiled_double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_devices_are_refused_in_words(installed: None, tmp_path: Path) -> None:
+    import torch.distributed.rpc as rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{tmp_path}/store", device_maps={"me": {"cuda:0": "cuda:0"}}
+    )
+    with pytest.raises(RuntimeError, match=r"\.cpu\(\)"):
+        rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+    assert not rpc._is_current_rpc_agent_set()
+
+
+def test_what_is_missing_says_so(installed: None) -> None:
+    import torch.distributed.rpc as rpc
+
+    with pytest.raises(AttributeError, match="on telegrad"):
+        rpc.something_else  # noqa: B018
+    assert sys.modules["torch.distributed.rpc"] is rpc
+
+
+def test_the_errors_of_a_local_backward_name_the_worker(alone: ModuleType) -> None:
+    import torch.distributed.autograd as dist_autograd
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradient: Any) -> Any:
+            raise KeyError("broken on purpose")
+
+    leaf = torch.ones(2, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        loss = Broken.apply(leaf).sum()  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match=r"Error on Node 0: .*broken on purpose"):
+            dist_autograd.backward(context_id, [loss])
+
+
+def test_both_interfaces_serve_one_job(alone: ModuleType) -> None:
+    import telegrad
+
+    rref = alone.remote("me", functions.Counter, args=(1,))
+    assert telegrad.rpc.rpc_sync("me", functions.value_of, args=(rref,)) == 1
+    native = telegrad.rpc.remote("me", functions.Counter, args=(2,))
+    assert alone.rpc_sync("me", functions.value_of, args=(native,)) == 2
+
+
+def test_coroutines_are_functions_too(alone: ModuleType) -> None:
+    assert alone.rpc_sync("me", functions.add_two_later, args=(torch.ones(1),)).item() == 3
+
+
+def test_the_owner_runs_backward_for_a_reference(alone: ModuleType) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    alone.RRef(leaf.sum() * 3).backward()
+    assert torch.equal(leaf.grad, torch.full((2,), 3.0))
+    with pytest.raises(RuntimeError, match="should contain a tensor"):
+        alone.RRef("no tensor").backward()

@@ -27,14 +27,17 @@ from twins import Outcome, names, options, sample, seeded, show, train
 
 import telegrad
 from telegrad import autograd, checkpoint, rpc
+from telegrad.checkpoint import CheckpointError
 from telegrad.demo import Digits, load_digits
 from telegrad.nn import Lazy, RemoteModule
-from telegrad.optim import DistributedOptimizer
+from telegrad.optim import DistributedOptimizer, StepFailed
 
 WIDTHS = (64, 64, 32, 10)
 BATCH = 32
 RATE = 0.01
 MOST_RESTARTS = 3
+# What the driver sees of a lost worker depends on what it was doing when the worker died.
+LOSSES = (rpc.WorkerLost, rpc.ReferenceLost, autograd.PassFailed, StepFailed, CheckpointError)
 
 Weights = dict[str, Tensor]
 
@@ -109,9 +112,9 @@ class Story:
         if step == self.kill_at:
             self.kill_at = None
             os.kill(rpc.rpc_sync(self.kill_worker, os.getpid), signal.SIGKILL)
-        self.made.append(step)
 
-    def save(self, contents: dict[str, Any], losses: list[float]) -> None:
+    def after(self, step: int, contents: dict[str, Any], losses: list[float]) -> None:
+        self.made.append(step)
         if len(losses) % self.save_every == 0:
             checkpoint.save(self.directory, {**contents, "losses": losses})
 
@@ -154,7 +157,7 @@ def train_job(
             autograd.backward(context, [loss])
             optimizer.step(context)
         losses.append(loss.item())
-        story.save(contents, losses)
+        story.after(number, contents, losses)
         return losses[-1]
 
     def measure() -> float:
@@ -186,7 +189,7 @@ def run_until_done(job: Callable[[], Outcome], workers: list[str]) -> Outcome:
     for _ in range(MOST_RESTARTS):
         try:
             return telegrad.run(job, workers=workers)
-        except rpc.TelegradError as error:
+        except LOSSES as error:
             print(f"{type(error).__name__}: {error}\nThe job is started again.")
     return telegrad.run(job, workers=workers)
 
@@ -211,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         again = len(story.made) - len(set(story.made))
         print(
             f"{servers[0]} was killed before step {chosen.kill_at}; "
-            f"{again} steps were made twice, saved was every {chosen.save_every}th."
+            f"{again} steps had to be made again (it saves every {chosen.save_every})."
         )
     twin = train_twin(len(trainers), data, chosen.steps, chosen.seed)
     return show("test accuracy", job, twin)

@@ -62,11 +62,12 @@ def show(metric: str, job: Outcome, twin: Outcome, tolerance: float = _TOLERANCE
     return 0
 
 
-def options(purpose: str, *, steps: int, workers: int) -> argparse.ArgumentParser:
-    """The options that all examples have."""
+def options(purpose: str, *, steps: int, workers: int | None = None) -> argparse.ArgumentParser:
+    """The options that examples share; without `workers` their number is fixed."""
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--steps", type=int, default=steps, help=f"of training ({steps})")
-    parser.add_argument("--workers", type=int, default=workers, help=f"besides main ({workers})")
+    if workers is not None:
+        parser.add_argument("--workers", type=int, default=workers, help=f"({workers})")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (0)")
     # As each worker has: with more threads, sums are added in another order.
     torch.set_num_threads(1)

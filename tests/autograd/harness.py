@@ -127,6 +127,9 @@ class Mailbox:
     def on_post(self, topic: str, handler: Callable[[int, Any], None]) -> None:
         self._topics[topic] = handler
 
+    def on_operation(self, name: str, handler: Callable[..., object]) -> None:
+        return None
+
     def on_lost(self, callback: Callable[[int, str], None]) -> None:
         self._lost_callbacks.append(callback)
 

@@ -4,6 +4,8 @@
     python -m tests.autograd.programs --seed 4711 --count 1 --features hook
     python -m tests.autograd.programs --second-order
     python -m tests.autograd.programs --processes --count 300
+    python -m tests.autograd.programs --simulated --count 10000
+    python -m tests.autograd.programs --simulated --faults --count 10000
 
 A failing program prints its seed and features, which is all it takes to run it again.
 """
@@ -24,6 +26,9 @@ from tests.autograd.comparison import Skip, compare_one
 from tests.autograd.processes import compare_over_processes, four_workers
 from tests.autograd.program import FEATURES
 from tests.autograd.second_order import compare_second_order
+from tests.autograd.simulated import compare_simulated
+
+EVERYTHING = "checkpoint,custom,hook,late,module,passes,post,sparse"
 
 Compare = Callable[[int, frozenset[str]], str]
 
@@ -56,12 +61,21 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--features", default="hook,custom,module,passes")
+    parser.add_argument("--features", help="comma-separated; by default a good part of them")
     parser.add_argument("--second-order", action="store_true", help="gradients of gradients")
     parser.add_argument("--processes", action="store_true", help="over four real processes")
+    parser.add_argument("--simulated", action="store_true", help="in the simulator")
+    parser.add_argument(
+        "--faults", action="store_true", help="simulated: a bad network, and workers that die"
+    )
     parser.add_argument("--fast", action="store_true", help="in FAST mode: equal, or a named error")
     given = parser.parse_args(arguments)
-    features = frozenset(given.features.split(",")) - {""}
+    if given.faults and not given.simulated:
+        parser.error("--faults are those of the simulator: say --simulated, too")
+    chosen = given.features
+    if chosen is None:
+        chosen = EVERYTHING if given.simulated else "hook,custom,module,passes"
+    features = frozenset(chosen.split(",")) - {""}
     unknown = features - FEATURES
     if unknown:
         parser.error(f"unknown features {sorted(unknown)}; there are {sorted(FEATURES)}")
@@ -69,8 +83,11 @@ def main(arguments: list[str]) -> int:
     started = time.monotonic()
     seeds = range(given.seed, given.seed + given.count)
     compare: Compare = compare_second_order if given.second_order else compare_one
-    if given.fast:
-        compare = partial(compare_one, mode=Mode.FAST)
+    mode = Mode.FAST if given.fast else Mode.SMART
+    if given.simulated:
+        compare = partial(compare_simulated, mode=mode, with_faults=given.faults)
+    elif given.fast:
+        compare = partial(compare_one, mode=mode)
     if given.processes:
         with four_workers() as names:
             tally = _run(seeds, features, partial(compare_over_processes, names=names))

@@ -16,7 +16,8 @@ from telegrad.autograd import api
 from telegrad.autograd.errors import AutogradError, PassFailed, UnusedResult
 from telegrad.rpc.errors import RemoteTraceback
 from tests.autograd.comparison import Skip
-from tests.autograd.processes import compare_over_processes, leftovers
+from tests.autograd.conducted import leftovers
+from tests.autograd.processes import compare_over_processes
 
 WEIGHT = torch.full((3,), 2.0, requires_grad=True)
 

@@ -9,21 +9,20 @@ import pytest
 
 from telegrad.autograd.messages import Mode
 from tests.autograd.comparison import compare_one
-from tests.autograd.programs import outcomes
+from tests.autograd.programs import EVERYTHING, outcomes
 from tests.autograd.second_order import compare_second_order
-
-EVERYTHING = "hook,post,custom,checkpoint,module,sparse,late,passes"
+from tests.autograd.simulated import compare_simulated
 
 
 def check(count: int, features: str, compare=compare_one, first: int = 0) -> None:
     chosen = frozenset(features.split(",")) - {""}
-    equal = 0
+    ran = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed, outcome in outcomes(range(first, first + count), chosen, compare):
             assert not outcome.startswith("FAILED"), f"seed {seed}, features {features}: {outcome}"
-            equal += not outcome.startswith("skipped")
-    assert equal > count / 2
+            ran += not outcome.startswith("skipped")
+    assert ran > count / 2
 
 
 @pytest.mark.parametrize(
@@ -43,3 +42,16 @@ def test_fast_mode_gives_the_gradient_or_names_what_was_not_used() -> None:
 
 def test_gradients_of_gradients() -> None:
     check(80, "custom", compare_second_order)
+
+
+@pytest.mark.parametrize("features", [EVERYTHING, "fail,undefined,late"])
+def test_simulated_workers_find_what_one_process_finds(features: str) -> None:
+    check(60, features, compare_simulated)
+
+
+def test_simulated_workers_in_fast_mode() -> None:
+    check(30, "hook,custom,module", partial(compare_simulated, mode=Mode.FAST))
+
+
+def test_a_bad_network_and_deaths_end_in_the_gradient_or_a_named_error() -> None:
+    check(120, EVERYTHING, partial(compare_simulated, with_faults=True))

@@ -159,6 +159,18 @@ def test_what_is_missing_is_named_and_nothing_changes(tmp_path: Path) -> None:
     assert changed == {"first.weight", "first.bias"}
 
 
+def test_a_damaged_file_is_told_and_nothing_changes(tmp_path: Path) -> None:
+    model = Spread()
+    checkpoint.save(tmp_path, {"model": model})
+    spoil(model)
+    before = copy.deepcopy(model.state_dict())
+    file = sorted(tmp_path.glob("*.distcp"))[-1]
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="cannot be read on worker 'worker2'"):
+        checkpoint.load(tmp_path, {"model": model})
+    torch.testing.assert_close(dict(model.state_dict()), dict(before))
+
+
 def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"layer": Layer(4, 3, 0)})
     remote = RemoteModule("worker1", Layer, (5, 3, 0))

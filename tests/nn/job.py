@@ -14,7 +14,7 @@ NAMES = ("worker1", "worker2")
 
 @functools.cache
 def nursery() -> Nursery:
-    made = Nursery()
+    made = Nursery("tests.nn.preload")
     atexit.register(made.close)
     return made
 

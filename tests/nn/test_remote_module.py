@@ -80,7 +80,7 @@ def test_an_error_of_the_module_is_raised_where_its_result_is_asked_for() -> Non
 
 def test_a_module_can_be_compiled_where_it_lives() -> None:
     plain = RemoteModule("worker1", modules.IsCompiled)
-    compiled = RemoteModule("worker1", modules.IsCompiled, compile={"backend": "aot_eager"})
+    compiled = RemoteModule("worker1", modules.IsCompiled, compile={"backend": "eager"})
     assert torch.equal(plain(torch.ones(3)), torch.ones(3))
     start = torch.ones(3, requires_grad=True)
     with autograd.context() as context_id:

@@ -34,14 +34,18 @@ ROOT = Path(__file__).parents[2]
 
 
 class Nursery:
-    """Forks processes until it is closed; then all of them end."""
+    """Forks processes until it is closed; then all of them end.
 
-    def __init__(self) -> None:
+    The modules in `preload` are imported before, once for all of them.
+    """
+
+    def __init__(self, *preload: str) -> None:
         self._channel, theirs = socket.socketpair()
         path = [str(ROOT), str(ROOT / "src"), *sys.path]
         boot = (
             f"import sys; sys.path[:] = {path!r}; from tests.rpc import fleet; "
-            f"fleet.fork_on_request({theirs.fileno()}, {os.getpid()})"
+            + "".join(f"import {module}; " for module in preload)
+            + f"fleet.fork_on_request({theirs.fileno()}, {os.getpid()})"
         )
         self._server = subprocess.Popen(
             [sys.executable, "-c", boot],

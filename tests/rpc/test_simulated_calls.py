@@ -30,16 +30,15 @@ WORKERS = ("a", "b", "c", "d")
 TIMEOUT = 30.0
 LONG = 1000.0
 NAMED = (rpc.WorkerLost, rpc.CallTimeout, rpc.ReferenceLost, RuntimeError)
-WAITING = ("sync", "remote", "keep", "pass on", "fetch", "drop")
-KINDS = (*WAITING, "async", "continued", "coroutine")
+KINDS = ("sync", "async", "remote", "continued", "coroutine", "keep", "pass on", "fetch", "drop")
 
 
-def draw_program(draw: random.Random, kinds: tuple[str, ...], depth: int = 3) -> list:
+def draw_program(draw: random.Random, depth: int = 3) -> list:
     """A list of steps: (kind, worker, steps to carry out there, number)."""
     steps = []
     for _ in range(draw.randint(1, 3)):
-        kind = draw.choice(kinds)
-        inner = draw_program(draw, kinds, depth - 1) if depth and draw.random() < 0.7 else []
+        kind = draw.choice(KINDS)
+        inner = draw_program(draw, depth - 1) if depth and draw.random() < 0.7 else []
         steps.append((kind, draw.choice(WORKERS), inner, draw.randrange(100)))
     return steps
 
@@ -124,9 +123,9 @@ def is_named(error: BaseException) -> bool:
     return any(name.__name__ in f"{type(error).__name__}: {error}" for name in NAMED[:3])
 
 
-def run(seed: int, faults: Faults, kinds: tuple[str, ...] = KINDS) -> Result:
+def run(seed: int, faults: Faults) -> Result:
     """Run the program of a seed; what it returns, if it does, is right."""
-    program = draw_program(random.Random(seed), kinds)
+    program = draw_program(random.Random(seed))
     result = simulate(
         {"a": lambda: run_and_drop(program), **dict.fromkeys(WORKERS[1:], drop_in_the_end)},
         WORKERS,
@@ -166,21 +165,7 @@ def faults_with_kills(seed: int, kills: int) -> Faults:
 
 
 @pytest.mark.parametrize("kills", [1, 2])
-def test_with_kills_calls_end_by_result_or_by_name(kills):
-    for seed in seeds(100):
-        run(seed, faults_with_kills(seed, kills))
-
-
-@pytest.mark.parametrize("kills", [1, 2])
-def test_with_kills_nothing_is_left(kills):
-    for seed in seeds(150):
-        result = run(seed, faults_with_kills(seed, kills), WAITING)
-        assert result.leaks == {}, seed
-
-
-@pytest.mark.xfail(reason="a future that fails keeps the frames of those who waited", strict=True)
-@pytest.mark.parametrize("kills", [1, 2])
-def test_with_kills_nothing_is_left_of_futures_either(kills):
+def test_with_kills_calls_end_by_result_or_by_name_and_nothing_is_left(kills):
     for seed in seeds(150):
         result = run(seed, faults_with_kills(seed, kills))
         assert result.leaks == {}, seed
@@ -245,7 +230,6 @@ def ask_for_failed_future() -> None:
     assert rref.local_value() == 1
 
 
-@pytest.mark.xfail(reason="a future that fails keeps the frames of those who waited", strict=True)
 def test_a_future_that_failed_does_not_keep_the_frames_of_those_who_waited():
     for seed in seeds(10):
         assert simulate(ask_for_failed_future, seed=seed).leaks == {}

@@ -28,7 +28,7 @@ def mix(references: list, seed: int) -> list:
     kept.extend(references)
     draw.shuffle(kept)
     del kept[: len(kept) // 8]
-    return kept[:100]
+    return kept[:40]
 
 
 def pass_around(seed: int) -> int:
@@ -69,7 +69,8 @@ def hold_until(time: float) -> None:
         try:
             rref.to_here(timeout=0)
         except (rpc.WorkerLost, rpc.ReferenceLost) as error:
-            assert not dropped_too_early(error), error
+            if dropped_too_early(error):
+                raise AssertionError(f"{rref!r} is gone while its holder and owner live") from error
     forget()
 
 
@@ -200,7 +201,7 @@ def test_the_messages_of_the_protocol_take_effect_in_order(monkeypatch):
 
     monkeypatch.setattr(References, "take_actions", watched_actions)
     monkeypatch.setattr(References, "receive", watched_receive)
-    for seed in seeds(60):
+    for seed in seeds(40):
         given.clear()
         taken.clear()
         assert run_program(trade, seed, Faults()) == {}

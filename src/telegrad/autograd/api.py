@@ -9,15 +9,18 @@ with telegrad.autograd.context() as context_id:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from telegrad.autograd.context import Context, current_context, refuse_nested, working_in
 from telegrad.autograd.crossing import AutogradCrossing
 from telegrad.autograd.describe import describe_context
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.messages import Mode, Options
+from telegrad.autograd.roots import check_roots
 from telegrad.autograd.service import Autograd
 from telegrad.rpc.node import Node, current_node, register_layer
 
@@ -30,13 +33,17 @@ def autograd_of(node: Node | None = None) -> Autograd:
     return service
 
 
-@contextmanager
-def context() -> Iterator[int]:
+def context() -> AbstractContextManager[int]:
     """Calls made in this block are recorded for `backward`; yields the id of the context.
 
     When the block ends the context is released on every worker that took part. A thread works in
     one context at a time; remote functions work in the context of their caller.
     """
+    return _traced().Within() if is_dynamo_compiling() else _context()
+
+
+@contextmanager
+def _context() -> Iterator[int]:
     refuse_nested()
     service = autograd_of()
     made = service.new_context()
@@ -62,11 +69,14 @@ def backward(
     between workers is used; where it is not, `UnusedResult` names it. `timeout` in seconds bounds
     the whole pass.
     """
+    if is_dynamo_compiling():
+        _traced().backward(context_id, roots, retain_graph, create_graph, mode, timeout)
+        return
     options = Options(bool(retain_graph), bool(create_graph), _mode(mode))
     _check_arguments(context_id, roots)
     service = autograd_of()
     found = service.container.get(context_id)
-    _check_roots(roots)
+    check_roots(roots)
     service.backward(found, roots, options, timeout)
 
 
@@ -98,6 +108,13 @@ def require_context() -> Context:
     return found
 
 
+def _traced() -> Any:
+    """The same functions for Dynamo, which makes nodes of a graph of them."""
+    from telegrad.compile import traced
+
+    return traced
+
+
 def _mode(mode: str) -> Mode:
     try:
         return Mode(mode)
@@ -116,22 +133,4 @@ def _check_arguments(context_id: object, roots: object) -> None:
             raise TypeError(
                 "backward(): incompatible function arguments. Each root must be a tensor, not "
                 f"{type(root).__name__}."
-            )
-
-
-def _check_roots(roots: Sequence[Tensor]) -> None:
-    if not roots:
-        raise AutogradError("No tensors provided for gradient computation.")
-    for place, root in enumerate(roots):
-        if not root.requires_grad:
-            raise AutogradError(f"requires_grad not set on root {place}.")
-        if root.numel() != 1:
-            raise AutogradError(
-                f"Root {place} is not a scalar, all roots need to be scalar; its shape is "
-                f"{tuple(root.shape)}. Reduce it first, for instance with .sum()."
-            )
-        if root.grad_fn is None:
-            raise AutogradError(
-                f"Root {place} does not have a valid gradient function: it is a leaf, not the "
-                "result of a computation."
             )

@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd import torch_private
@@ -41,6 +42,7 @@ from telegrad.autograd.enclosed import Enclosure, leaves_of
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.leaves import Gradients, accumulates_for_real, add
 from telegrad.autograd.plan import (
+    ROOTS,
     Edge,
     Group,
     LeafNode,
@@ -129,6 +131,14 @@ class Run:
             source.gradients = gradients
         assert source.group is not None
         self._stirred[source.group] = None
+
+    def done_by_caller(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """The caller has done what the engine would do for the roots: these gradients came out."""
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            self.gradients.add(get_gradient_edge(leaf).node, gradient)
+        group = self.sources[ROOTS].group
+        assert group is not None
+        self._finish(group)
 
     def step(self) -> None:
         """Run all that can run now. Only groups of which a source was resolved are looked at."""

@@ -148,6 +148,46 @@ class Participant:
             raise
         self._raise_failure(part)
 
+    def open(
+        self,
+        roots: Sequence[Tensor],
+        options: Options,
+        history: History,
+        timeout: float | None = None,
+    ) -> Run:
+        """Begin a pass whose local part is done by the caller, who works with the run."""
+        if timeout is not None:
+            self._timeout, self._deadline = timeout, self._node.runtime.now() + timeout
+        try:
+            self._join(options, history, roots)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        assert self._run is not None
+        return self._run
+
+    def close(self) -> None:
+        """The caller has done the local part: run what is left, and see the pass through."""
+        part = self._part
+        assert part is not None
+        self._advance()
+        self._clean_up()
+        self._drive()
+        try:
+            self._await_end(part)
+        except BaseException as error:
+            self.deliver(self._worker, Stopped(error))
+            raise
+        self._raise_failure(part)
+
+    def give_up(self, error: BaseException) -> None:
+        """The caller could not do the local part; raises what went wrong elsewhere before."""
+        self._fail(error)
+        self._clean_up()
+        self._drive()
+        if self._part is not None and isinstance(error, Abandoned):
+            self._raise_failure(self._part)
+
     def _await_end(self, part: Part) -> None:
         """Wait while those who bring messages drive."""
         runtime = self._node.runtime

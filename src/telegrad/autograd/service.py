@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from telegrad.autograd.backward import Post
 from telegrad.autograd.container import Census, Container
 from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, worker_of
+from telegrad.autograd.crossing import engine_thread
+from telegrad.autograd.local import Run
 from telegrad.autograd.messages import Gradient, History, Options, decode, encode
 from telegrad.autograd.participant import Abandon, Lost, Missed, Participant
+from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
+from telegrad.rpc.references import ReferenceId
 
 TOPIC_PASS = "autograd.pass"
 TOPIC_RELEASE = "autograd.release"
@@ -33,6 +39,7 @@ class Autograd:
         self._passes_here = 0
         node.on_post(TOPIC_PASS, self._on_pass_message)
         node.on_post(TOPIC_RELEASE, self._on_release)
+        node.on_operation(BACKWARD, self._on_backward)
         node.on_lost(self._on_lost)
 
     # Contexts.
@@ -97,9 +104,39 @@ class Autograd:
             participant.lead(roots, options, history, timeout)
             failed = False
         finally:
-            with context.lock:
-                bound = context.passes.own_over(pass_id, failed)
-            self._forget_below(context, bound, ())
+            self.pass_over(context, pass_id, failed)
+
+    def open_pass(
+        self, context: Context, options: Options, timeout: float | None = None
+    ) -> OpenPass:
+        """Initiate a pass whose local part the caller does: that of the calls in enclosures."""
+        with context.lock:
+            pass_id = context.passes.next_own(self.node.info.id)
+            participant = Participant(self, context, pass_id, initiator=True)
+            context.participants[pass_id] = participant
+            history = context.passes.own_history()
+        opened = OpenPass(self, participant)
+        with opened.failing():
+            with torch.enable_grad():
+                anchors = [enclosure.anchor for enclosure in context.enclosures]
+                root = torch.stack([torch.zeros((), requires_grad=True), *anchors]).sum()
+            opened.run = participant.open([root], options, history, timeout)
+        engine_thread.running = opened.run
+        return opened
+
+    def pass_over(self, context: Context, pass_id: int, failed: bool) -> None:
+        with context.lock:
+            bound = context.passes.own_over(pass_id, failed)
+        self._forget_below(context, bound, ())
+
+    def backward_from(self, rref: Any, context_id: int, retain_graph: bool) -> None:
+        """`RRef.backward`."""
+        backward_from(self, rref, context_id, bool(retain_graph))
+
+    def _on_backward(
+        self, sender: int, reference: Any, context_id: int, retain_graph: bool
+    ) -> None:
+        backward_on_owner(self, ReferenceId(*reference), context_id, retain_graph)
 
     def learn(self, context: Context, history: History) -> None:
         """A message told which earlier passes of its initiator are over."""
@@ -168,3 +205,42 @@ class Autograd:
             "num_autograd_contexts": len(self.container),
             "num_current_backward_passes": self._passes_here,
         }
+
+
+class OpenPass:
+    """A pass whose local part is done by its initiator's own code, between `open_pass` and `close`.
+
+    While it is open, the calling thread counts as one that runs the engine.
+    """
+
+    run: Run
+
+    def __init__(self, service: Autograd, participant: Participant) -> None:
+        self._service = service
+        self._participant = participant
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """If the block fails, so does the pass, everywhere."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self._participant.give_up(error)
+            finally:
+                self._over(failed=True)
+            raise
+
+    def close(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """The local part is done and gave these gradients; returns when the pass is over."""
+        failed = True
+        try:
+            self.run.done_by_caller(leaves, gradients)
+            self._participant.close()
+            failed = False
+        finally:
+            self._over(failed)
+
+    def _over(self, failed: bool) -> None:
+        engine_thread.running = None
+        self._service.pass_over(self._participant.context, self._participant.pass_id, failed)

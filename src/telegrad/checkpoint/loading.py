@@ -145,7 +145,13 @@ def _read(directory: str, metadata: Metadata, names: Iterable[str]) -> Table:
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     local = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([local]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    try:
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoint in {directory} cannot be read on worker {get_worker_info().name!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return table
 
 

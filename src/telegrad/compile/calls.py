@@ -67,6 +67,10 @@ class Call:
     places: dict[int, Any] | None = None
     """Where in the outputs the recv of each tensor that needs a gradient is."""
 
+    @property
+    def context(self) -> Context | None:
+        return None if self.enclosed is None else self.enclosed.context
+
     # Forward.
 
     def take(self, outputs: list[Tensor]) -> list[Tensor]:

@@ -26,13 +26,14 @@ parameters vanish in silence.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from telegrad.compile import calls, passes
+from telegrad.compile import calls, passes, torch_private
 from telegrad.compile.arguments import join
 from telegrad.compile.calls import Call, new_token, record_of
 from telegrad.compile.references import Borrowed, real_reference
@@ -75,11 +76,16 @@ def _order() -> Tensor:
 
 
 def _context(token: Tensor) -> Any:
-    return None if token.numel() == 1 else record_of(token)
+    return passes.context_of(token)
 
 
 def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    _library.impl(function.__name__.strip("_"), function, "CompositeExplicitAutograd")
+    @functools.wraps(function)
+    def kernel(*args: Any) -> Any:
+        with torch_private.above_autograd():
+            return function(*args)
+
+    _library.impl(function.__name__, kernel, "CompositeExplicitAutograd")
     return function
 
 
@@ -197,7 +203,8 @@ def _no_unknown() -> int:
 @_kernel
 def respond(token: Tensor, gradients: list[Tensor], places: list[int]) -> Tensor:
     call: Call = record_of(token)
-    call.fire({p: g.clone() for p, g in zip(places, gradients, strict=True)})
+    with passes.failing_pass(call.context):
+        call.fire({p: g.clone() for p, g in zip(places, gradients, strict=True)})
     return torch.zeros(2, dtype=torch.float64)
 
 
@@ -211,7 +218,8 @@ def collect(
     dtypes: list[torch.dtype],
 ) -> list[Tensor]:
     call: Call = record_of(token)
-    found = call.await_gradients()
+    with passes.failing_pass(call.context):
+        found = call.await_gradients()
     return _gradients(needs, sizes, ndims, dtypes, found)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import polyfills
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
@@ -99,6 +100,28 @@ class Fakes:
         return (*self._guards, *asked)
 
 
+class above_autograd:
+    """Inside of a kernel: let operations be recorded by autograd as they are outside of it.
+
+    A kernel of ours runs what comes for others meanwhile, and makes graph nodes of its own.
+    """
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        key = torch._C.DispatchKey
+        self._guards = [
+            torch._C._SetExcludeDispatchKeyGuard(k, False)
+            for k in (key.AutogradFunctionality, key.ADInplaceOrView)
+        ]
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*problem)
+
+
 def hint_of(size: int | torch.SymInt) -> int:
     """A size as it is in the call that is traced now, without a guard on it."""
     if not isinstance(size, torch.SymInt):
@@ -119,3 +142,35 @@ def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
     while hasattr(function, "_torchdynamo_orig_callable"):
         function = function._torchdynamo_orig_callable
     return function
+
+
+class Collected:
+    """What a traced backward finds, while it is active: leaves and their gradients."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.leaves: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+
+collected = Collected()
+_accumulate = polyfills.accumulate_grad
+
+
+def _collect_gradient(x: Tensor, variable_grad: Any, new_grad: Any) -> Any:
+    """Inlined by Dynamo for each leaf; returns what is to become of its `.grad`."""
+    if not collected.active:
+        return _accumulate(x, variable_grad, new_grad)
+    if new_grad is not None:
+        collected.leaves.append(x)
+        collected.gradients.append(new_grad)
+    return variable_grad
+
+
+def collect_gradients() -> None:
+    """Have traced backward passes of ours see their leaves; others go on as before."""
+    polyfills.accumulate_grad = _collect_gradient
+    torch._dynamo.config.trace_autograd_ops = True
+
+
+collect_gradients()

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telegrad.autograd.errors import AutogradError
+from telegrad.compile import torch_private
 from telegrad.compile.arguments import Split, Template, join, split
 from telegrad.compile.calls import anchors
 from telegrad.compile.handles import MadeRRef
 from telegrad.compile.ops import NO_CONTEXT, ops
+from telegrad.compile.passes import effect
 from telegrad.compile.shapes import outputs_of, result_template
 from telegrad.compile.sites import Site, locate, site
 from telegrad.rpc.worker import WorkerInfo
@@ -137,6 +140,76 @@ def remote(
     )
     _state.order = order
     return MadeRRef(worker, token, tuple(value))
+
+
+class Within:
+    """`with telegrad.autograd.context()` inside of a compiled function."""
+
+    def __init__(self) -> None:
+        if _state.context is not NO_CONTEXT:
+            raise AutogradError("Contexts do not nest: leave the outer context first.")
+
+    def __enter__(self) -> TracedContext:
+        token, order = ops.enter(_state.order)
+        _state.order = order
+        _state.context = token
+        return TracedContext(token)
+
+    def __exit__(self, *_: object) -> None:
+        _state.order = ops.leave(_state.context, _state.order)
+        _state.context = NO_CONTEXT
+
+
+class TracedContext:
+    """Stands for the id of a context that a compiled function entered."""
+
+    def __init__(self, token: Tensor) -> None:
+        self.token = token
+
+
+def _token_of(context_id: Any) -> Tensor:
+    if isinstance(context_id, TracedContext):
+        return context_id.token
+    if isinstance(context_id, int):
+        # The id of a context that was entered outside changes with every step. The thread that
+        # runs the graph works in it; its number must not become a part of the graph.
+        return NO_CONTEXT
+    raise TypeError("A context id is what `with telegrad.autograd.context() as ...` gives.")
+
+
+def backward(
+    context_id: Any,
+    roots: Any,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    mode: str = "smart",
+    timeout: float | None = None,
+) -> None:
+    if create_graph:
+        raise NotImplementedError(
+            "backward with create_graph cannot be traced: call it outside of the compiled function."
+        )
+    token = _token_of(context_id)
+    roots = list(roots)
+    seeds, order = ops.begin_pass(
+        retain_graph, mode, [root.detach() for root in roots], token, _state.order
+    )
+    leaves: list[Tensor] = []
+    gradients: list[Tensor] = []
+    torch_private.collected.active = True
+    torch_private.collected.leaves = leaves
+    torch_private.collected.gradients = gradients
+    total = roots[0] * seeds[0]
+    for root, seed in zip(roots[1:], seeds[1:], strict=True):
+        total = total + root * seed
+    total.backward(retain_graph=retain_graph)
+    torch_private.collected.active = False
+    _state.order = ops.end_pass(leaves, gradients, token, order)
+
+
+def perform(owner: object, method: str, context_id: Any) -> None:
+    """`owner.method(context_id)` as a node of the graph."""
+    _state.order = ops.perform(effect(owner, method), _token_of(context_id), _state.order)
 
 
 def result_on_fakes(

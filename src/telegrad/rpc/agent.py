@@ -37,6 +37,7 @@ from telegrad.wire.session import SessionError
 
 MAX_GREETINGS = 256
 PAUSE_BEFORE_RETRY = 0.05
+PATIENCE_WITH_BUSY = 60.0
 READABLE_ALWAYS = 0x001
 
 
@@ -200,13 +201,18 @@ class Agent:
             return made
 
     def _meet(self, member: Member, session: str) -> Visit:
-        """Connect; again, if the connection is cut before the two have met."""
-        until = self.node.runtime.now() + self._liveness
+        """Connect; again, if the connection is cut before the two have met.
+
+        On a machine that has too much to do, a process that lives may take long to answer.
+        """
+        started = self.node.runtime.now()
         while True:
             try:
                 return meet(self._meeting, self.node.info, member, session, 0, "calls")
             except CutShort:
-                if self.node.runtime.now() > until:
+                alive = member.process is not None and member.process.vital() is Vital.ALIVE
+                patience = max(self._liveness, PATIENCE_WITH_BUSY) if alive else self._liveness
+                if self.node.runtime.now() - started > patience:
                     raise
                 time.sleep(PAUSE_BEFORE_RETRY)
 

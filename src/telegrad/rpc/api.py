@@ -193,7 +193,8 @@ def rpc_async(
 ) -> CallFuture:
     """As `rpc_sync`, but returns a `torch.futures.Future` at once. It can be awaited, too."""
     if is_dynamo_compiling():
-        return _traced().rpc_async(to, func, args, kwargs, timeout)
+        traced: CallFuture = _traced().rpc_async(to, func, args, kwargs, timeout)
+        return traced
     node = current_node()
     _check_callable(func)
     return begin_async(node, node.members.find(to), func, args or (), kwargs, timeout)
@@ -208,7 +209,8 @@ def remote(
 ) -> RRef[Any]:
     """Call a function on another worker and return a reference to its result at once."""
     if is_dynamo_compiling():
-        return _traced().remote(to, func, args, kwargs, timeout)
+        traced: RRef[Any] = _traced().remote(to, func, args, kwargs, timeout)
+        return traced
     node = current_node()
     _check_callable(func)
     return remote_reference(node, node.members.find(to), func, args or (), kwargs, timeout)

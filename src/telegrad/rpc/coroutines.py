@@ -50,6 +50,8 @@ class Coroutines:
 
     def blocking(self) -> None:
         """The calling thread is about to block: if it is our loop's, use another from now on."""
+        if not self._loops:
+            return
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:

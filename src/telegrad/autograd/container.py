@@ -8,7 +8,11 @@ not bring the context back. Remembering every released id would grow for ever. I
 carries a *census* of its origin: the newest id that the origin had issued and the few that were
 still live. Anything of that origin up to the newest and not live is released. A later census says
 all that an earlier one said, so one census per origin is all that is kept. A census also heals: a
-context that it declares gone is dropped wherever it is met.
+context that it declares gone is dropped wherever it is met. And one census speaks for all contexts
+that were released before it, so releases need not be told of one by one.
+
+One lock guards all: under it nothing is done but to change a dictionary or a set. A context that is
+there is found without it.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from dataclasses import dataclass
 from telegrad.autograd.context import COUNTER_MASK, WORKER_SHIFT, Context, worker_of
 from telegrad.autograd.errors import AutogradError, UnknownContext
 
-_SHARDS = 16
 MAX_WORKER_ID = 0xFFFF
 
 
@@ -38,14 +41,6 @@ class Census:
         return context_id <= self.newest and context_id not in self.live
 
 
-class _Shard:
-    __slots__ = ("contexts", "lock")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.contexts: dict[int, Context] = {}
-
-
 class Container:
     """The contexts of one worker; safe and quick under many threads."""
 
@@ -55,8 +50,8 @@ class Container:
                 f"A worker id must be in 0..{MAX_WORKER_ID} to make context ids, but is {worker}."
             )
         self.worker = worker
-        self._shards = tuple(_Shard() for _ in range(_SHARDS))
-        self._own = threading.Lock()
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Context] = {}
         self._newest = (worker << WORKER_SHIFT) + first - 1
         self._live: set[int] = set()
         self._releases = itertools.count(1)
@@ -70,17 +65,14 @@ class Container:
 
     def new(self) -> Context:
         """A fresh context of which this worker is the origin."""
-        with self._own:
+        with self._lock:
             if self._newest == self.max_id:
                 raise AutogradError(
                     f"Worker {self.worker} has issued all {COUNTER_MASK} context ids that it has."
                 )
-            self._newest += 1
-            context = Context(self._newest)
-            self._live.add(context.id)
-        shard = self._shard(context.id)
-        with shard.lock:
-            shard.contexts[context.id] = context
+            self._newest = number = self._newest + 1
+            context = self._contexts[number] = Context(number)
+            self._live.add(number)
         return context
 
     def get(self, context_id: int) -> Context:
@@ -90,19 +82,18 @@ class Container:
         return context
 
     def find(self, context_id: int) -> Context | None:
-        return self._shard(context_id).contexts.get(context_id)
+        return self._contexts.get(context_id)
 
     def join(self, context_id: int, sender: int) -> Context | None:
         """The context that a message carries, made on demand; None once it is released."""
-        shard = self._shard(context_id)
-        context = shard.contexts.get(context_id)
+        context = self._contexts.get(context_id)
         if context is None:
-            with shard.lock:
-                context = shard.contexts.get(context_id)
+            with self._lock:
+                context = self._contexts.get(context_id)
                 if context is None:
                     if self._is_gone(context_id, sender):
                         return None
-                    context = shard.contexts[context_id] = Context(context_id)
+                    context = self._contexts[context_id] = Context(context_id)
         context.known_workers.add(sender)
         return context
 
@@ -117,52 +108,40 @@ class Container:
         census = self._census.get(origin)
         return census is not None and census.has_released(context_id)
 
-    def release_own(self, context_id: int) -> tuple[Context, Census] | None:
-        """Release a context of which this worker is the origin."""
-        with self._own:
-            if context_id not in self._live:
-                return None
+    def release_own(self, context_id: int) -> Context | None:
+        """Release a context of which this worker is the origin; None if that was done already."""
+        with self._lock:
             self._live.discard(context_id)
-            census = Census(self.worker, next(self._releases), self._newest, frozenset(self._live))
-        context = self._remove(context_id)
-        return None if context is None else (context, census)
+            return self._contexts.pop(context_id, None)
+
+    def census(self) -> Census:
+        """What the other workers are told of the contexts that were made here."""
+        with self._lock:
+            live = frozenset(self._live)
+            return Census(self.worker, next(self._releases), self._newest, live)
 
     def learn(self, census: Census) -> list[Context]:
         """Take note of a census; the contexts that it declares gone are removed and returned."""
-        with self._own:
+        with self._lock:
             known = self._census.get(census.origin)
             if known is not None and known.version >= census.version:
                 census = known
             self._census[census.origin] = census
-        return self._remove_of(census.origin, census.has_released)
+            return self._remove_of(census.origin, census.has_released)
 
     def lose(self, worker: int) -> list[Context]:
         """A worker is lost: the contexts of which it was the origin end here."""
-        with self._own:
+        with self._lock:
             self._lost |= {worker}
             self._census.pop(worker, None)
-        return self._remove_of(worker, lambda _: True)
+            return self._remove_of(worker, lambda _: True)
 
     def _remove_of(self, origin: int, gone: Callable[[int], bool]) -> list[Context]:
-        removed = []
-        for shard in self._shards:
-            # Under the lock, so that `join` either is seen here or sees what was learnt before.
-            with shard.lock:
-                for i in [i for i in shard.contexts if worker_of(i) == origin and gone(i)]:
-                    removed.append(shard.contexts.pop(i))
-        return removed
-
-    def _remove(self, context_id: int) -> Context | None:
-        shard = self._shard(context_id)
-        with shard.lock:
-            return shard.contexts.pop(context_id, None)
-
-    def _shard(self, context_id: int) -> _Shard:
-        return self._shards[context_id % _SHARDS]
+        ids = [i for i in self._contexts if i >> WORKER_SHIFT == origin and gone(i)]
+        return [self._contexts.pop(i) for i in ids]
 
     def __iter__(self) -> Iterator[Context]:
-        for shard in self._shards:
-            yield from list(shard.contexts.values())
+        return iter(list(self._contexts.values()))
 
     def __len__(self) -> int:
-        return sum(len(shard.contexts) for shard in self._shards)
+        return len(self._contexts)

@@ -45,9 +45,7 @@ class MadeRRef:
 
     def to_here(self, timeout: float | None = None) -> Any:
         """The value on this worker."""
-        from telegrad.compile import traced
-
-        return traced.rpc_sync(self.worker, _value_of, (self,), None, timeout)
+        return to_here(self, timeout)
 
     def rpc_sync(self, timeout: float | None = None) -> MethodsOf:
         return MethodsOf(self, timeout, 0)
@@ -80,9 +78,23 @@ class MethodsOf:
             from telegrad.compile import traced
 
             call = (traced.rpc_sync, traced.rpc_async, traced.remote)[kind]
-            return call(rref.owner(), _call_method, (rref, name, args, kwargs), None, timeout)
+            return call(home_of(rref), _call_method, (rref, name, args, kwargs), None, timeout)
 
         return method
+
+
+def home_of(rref: Any) -> WorkerInfo | int:
+    """The worker that owns a reference of either kind. Inlined by Dynamo."""
+    if isinstance(rref, MadeRRef):
+        return rref.worker
+    owner: int = rref._reference.owner
+    return owner
+
+
+def to_here(rref: Any, timeout: float | None = None) -> Any:
+    from telegrad.compile import traced
+
+    return traced.rpc_sync(home_of(rref), _value_of, (rref,), None, timeout)
 
 
 def _value_of(rref: Any) -> Any:

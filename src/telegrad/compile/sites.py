@@ -60,6 +60,11 @@ def locate(
     return key, worker
 
 
+@torch.compiler.assume_constant_result
+def worker_info(to: Any) -> WorkerInfo:
+    return current_node().members.find(to)
+
+
 def ask(node: Node, worker: WorkerInfo, function: Callable[..., T], *args: Any) -> T:
     """Call a function on a worker while something is traced here.
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from telegrad.autograd.errors import AutogradError
 from telegrad.compile import torch_private
-from telegrad.compile.arguments import Split, Template, join, split
+from telegrad.compile.arguments import Split, Template, split
 from telegrad.compile.calls import anchors
-from telegrad.compile.handles import MadeRRef
+from telegrad.compile.handles import MadeRRef, MethodsOf, to_here
 from telegrad.compile.ops import NO_CONTEXT, ops
 from telegrad.compile.passes import effect
 from telegrad.compile.shapes import outputs_of, result_template
-from telegrad.compile.sites import Site, locate, site
+from telegrad.compile.sites import Site, locate, worker_info
 from telegrad.rpc.worker import WorkerInfo
 
 
@@ -230,4 +230,16 @@ def _new_unknown() -> Any:
     raise NotImplementedError
 
 
-__all__ = ["join", "remote", "result_on_fakes", "rpc_async", "rpc_sync", "site"]
+__all__ = [
+    "MethodsOf",
+    "TracedFuture",
+    "Within",
+    "backward",
+    "perform",
+    "remote",
+    "result_on_fakes",
+    "rpc_async",
+    "rpc_sync",
+    "to_here",
+    "worker_info",
+]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from telegrad.nn.ambient import Ambient
+from telegrad.nn.ambient import Ambient, Autocast
 from telegrad.nn.lazy import resolve
 from telegrad.rpc import RRef
 
@@ -29,6 +29,18 @@ class HostedModule:
 
     def forward(self, around: Ambient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.compute(around, self.prepared(args), self.prepared(kwargs))
+
+    def forward_under(
+        self,
+        grad: bool,
+        autocast: bool,
+        dtype: torch.dtype,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """As `forward`, for callers that were compiled."""
+        regions = (Autocast("cpu", dtype, True),) if autocast else ()
+        return self.forward(Ambient(grad, regions), args, kwargs)
 
     def prepared(self, value: Any) -> Any:
         """Arguments as the module takes them: fetched, and on its device."""

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from telegrad.nn.ambient import ambient
 from telegrad.nn.hosted import HostedModule, host
@@ -41,6 +42,15 @@ def leaving_out_remote_modules() -> Iterator[None]:
         yield
     finally:
         _left_out.reset(token)
+
+
+def _modes() -> tuple[bool, bool, torch.dtype]:
+    """What `ambient` says, in what Dynamo can trace; whether there is a context, it cannot know."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
 
 
 class RemoteModule(nn.Module):
@@ -85,10 +95,14 @@ class RemoteModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its worker and wait. `Lazy` arguments are fetched by that worker."""
+        if is_dynamo_compiling():
+            return self.rref.rpc_sync(self.timeout).forward_under(*_modes(), args, kwargs)
         return self.rref.rpc_sync(self.timeout).forward(ambient(), args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
         """As a call, but gives a future at once. Hooks of this object do not run."""
+        if is_dynamo_compiling():
+            return self.rref.rpc_async(self.timeout).forward_under(*_modes(), args, kwargs)
         future: CallFuture = self.rref.rpc_async(self.timeout).forward(ambient(), args, kwargs)
         return future
 

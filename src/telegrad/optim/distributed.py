@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from telegrad.autograd.api import retrieve_context
@@ -33,6 +34,13 @@ from telegrad.optim.owned import Founded, Group, Member, Options, OwnedOptimizer
 from telegrad.optim.parameters import references_of
 from telegrad.optim.treatment import Clamp, Treatment, clipping
 from telegrad.rpc import RRef, get_worker_info, rpc_async
+
+
+def _traced() -> Any:
+    """What a step is for Dynamo: one node of a graph."""
+    from telegrad.compile import traced
+
+    return traced
 
 
 class DistributedOptimizer(Optimizer):
@@ -204,6 +212,9 @@ class DistributedOptimizer(Optimizer):
 
         Parameters without a gradient are left alone, as in torch. Returns when all have stepped.
         """
+        if is_dynamo_compiling():
+            _traced().perform(self, "step", context_id)
+            return
         if callable(context_id):
             raise TypeError(
                 "step() takes a context id, not a closure: optimizers that evaluate the model "

@@ -46,7 +46,7 @@ from telegrad.wire.stream import PlainStream, Stream
 from telegrad.wire.tls import TlsStream
 
 PROTOCOL = 1
-PATIENCE = 5.0
+PATIENCE = 10.0
 ARENA_BYTES = 1 << 30
 KEY_FILE = "key"
 
@@ -300,10 +300,13 @@ def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> N
 def _share_memory(sock: socket.socket, size: int) -> Shared:
     """Give each other the descriptor of the memory that large tensors will travel in."""
     arena = Arena(size)
-    socket.send_fds(sock, [b"M"], [arena.fd])
-    _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+    try:
+        socket.send_fds(sock, [b"M"], [arena.fd])
+        _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+    except (TimeoutError, ConnectionError) as error:
+        raise CutShort(f"the other end did not share its memory: {error}") from None
     if not descriptors:
-        raise HandshakeError("the other end left before it shared its memory")
+        raise CutShort("the other end left before it shared its memory")
     freed: deque[int] = deque()
     try:
         view = ArenaView(descriptors[0], freed.append)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from torch.compiler import is_dynamo_compiling
+
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
@@ -57,6 +59,8 @@ class RRef(Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """The worker on which the value lives."""
+        if is_dynamo_compiling():
+            return _traced().worker_info(self._reference.owner)
         return self._node.members.member(self._reference.owner).info
 
     def owner_name(self) -> str:
@@ -86,6 +90,8 @@ class RRef(Generic[T]):
 
         Waits until the value is there. `timeout` in seconds, 0 for ever, by default the job's.
         """
+        if is_dynamo_compiling():
+            return _traced().to_here(self, timeout)
         self._check_usable("to_here()")
         if self.is_owner():
             limit = self._node.timeout if timeout is None else timeout
@@ -116,14 +122,20 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """A proxy: `rref.rpc_sync().method(*args)` calls the value's method on the owner."""
+        if is_dynamo_compiling():
+            return _traced().MethodsOf(self, timeout, 0)
         return _Proxy(self, timeout, _invoke_sync)
 
     def rpc_async(self, timeout: float | None = None) -> Any:
         """As `rpc_sync`, but each call gives a future."""
+        if is_dynamo_compiling():
+            return _traced().MethodsOf(self, timeout, 1)
         return _Proxy(self, timeout, _invoke_async)
 
     def remote(self, timeout: float | None = None) -> Any:
         """As `rpc_sync`, but each call gives a reference to its result."""
+        if is_dynamo_compiling():
+            return _traced().MethodsOf(self, timeout, 2)
         return _Proxy(self, timeout, _invoke_remote)
 
     def backward(self, context_id: int = -1, retain_graph: bool = False) -> None:
@@ -155,6 +167,13 @@ class RRef(Generic[T]):
             "Can not pickle rref in python pickler, rref can only be pickled when using RPC: "
             "send it as an argument or a result of a call."
         )
+
+
+def _traced() -> Any:
+    """The same for Dynamo, which makes nodes of a graph of calls."""
+    from telegrad.compile import traced
+
+    return traced
 
 
 def _unique_id(handle: Handle) -> str:

@@ -128,8 +128,8 @@ class Link:
         self._ticket = 0
         self._tickets_written = 0
 
-        self._buffer = bytearray(READ_BUFFER)
-        self._window = memoryview(self._buffer)
+        # Not a bytearray, which would touch every page: most links of a large job are idle.
+        self._window = memoryview(np.empty(READ_BUFFER, np.uint8))
         self._start = 0
         self._end = 0
         self._large: _Incoming | None = None
@@ -342,7 +342,7 @@ class Link:
             have = self._end - self._start
             need = HEADER_SIZE
             if have >= HEADER_SIZE:
-                header = HEADER.unpack_from(self._buffer, self._start)
+                header = HEADER.unpack_from(self._window, self._start)
                 kind, _, note_length, rows, freed, meta_length, total, *_ = header
                 check_header(kind, rows, freed, note_length, meta_length, total, self._limits)
                 if total > SMALL_FRAME:
@@ -364,7 +364,7 @@ class Link:
         have = self._end - self._start
         if have < HEADER_SIZE:
             return False
-        total: int = HEADER.unpack_from(self._buffer, self._start)[6]
+        total: int = HEADER.unpack_from(self._window, self._start)[6]
         return have >= HEADER_SIZE + total
 
     def has_bytes(self) -> bool:
@@ -409,7 +409,7 @@ class Link:
             return None
         table: tuple[int, ...] = ()
         if rows or freed:
-            table = struct.unpack_from(f"<{2 * rows + freed}Q", self._buffer, at)
+            table = struct.unpack_from(f"<{2 * rows + freed}Q", self._window, at)
             at += ROW * rows + SLOT * freed
         note = bytes(window[at : at + note_length]) if note_length else b""
         at += note_length

@@ -32,6 +32,8 @@ LookUp = Callable[[Tensor], Tensor]
 
 
 def build_shard(rows: int) -> nn.Embedding:
+    # torch warns of every worker that did not say whether it wants these checks.
+    torch.sparse.check_sparse_tensor_invariants.disable()
     shard = nn.Embedding(rows, WIDTH, sparse=True)
     nn.init.normal_(shard.weight, std=0.1)
     return shard

@@ -135,9 +135,7 @@ def _do(seed: int, player: _Player, k: int, step: Step) -> None:
         _cross(seed, player.score, k, step, to, tensors)
 
 
-def _cross(
-    seed: int, score: Score, k: int, step: Cross, to: str, tensors: list[Tensor]
-) -> None:
+def _cross(seed: int, score: Score, k: int, step: Cross, to: str, tensors: list[Tensor]) -> None:
     here, third, out = score.names[step.worker], score.thirds[k], step.out
     match score.ways[k]:
         case Way.PUSH:

@@ -124,6 +124,10 @@ class Mailbox:
     def blocking(self) -> None:
         return None
 
+    def call_later(self, delay: float, work: Callable[[], None]) -> Callable[[], None]:
+        self.network.send(self.info.id, self.info.id, work, "timer")
+        return lambda: None
+
     def on_post(self, topic: str, handler: Callable[[int, Any], None]) -> None:
         self._topics[topic] = handler
 

@@ -63,9 +63,7 @@ def compare_simulated(
     return _outcome(result, expected, features, mode)
 
 
-def _outcome(
-    result: Result, expected: Expectation, features: frozenset[str], mode: Mode
-) -> str:
+def _outcome(result: Result, expected: Expectation, features: frozenset[str], mode: Mode) -> str:
     error = result.error
     if error is None:
         compare(expected, result.value, features)

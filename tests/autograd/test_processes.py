@@ -162,20 +162,6 @@ def test_gradients_of_gradients_between_processes(names: list[str]) -> None:
         assert torch.allclose(total - first, 36 * x.detach() ** 3)
 
 
-def test_the_context_is_described_for_a_reader(names: list[str]) -> None:
-    x = torch.ones(3, requires_grad=True)
-    with api.context() as context_id:
-        y = rpc.rpc_sync("one", weighted, args=(x,))
-        api.backward(context_id, [y.sum()])
-        here = api.describe(context_id)
-        there = rpc.rpc_sync("one", api.describe, args=(context_id,))
-    assert "send1 -> one: 1 tensor" in here
-    assert "recv1 <- one: 1 tensor" in here
-    assert "send1 -> main: 1 tensor" in there
-    assert "depends on recv1" in there
-    assert "depends on a leaf of shape (3,)" in there
-
-
 @pytest.mark.parametrize(
     ("features", "count"), [("hook,custom,module,passes", 25), ("late,post,sparse,checkpoint", 15)]
 )

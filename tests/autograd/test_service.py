@@ -38,6 +38,27 @@ def test_the_context_of_a_lost_origin_ends_on_the_others() -> None:
     assert workers.leftovers().keys() == {"worker0"}
 
 
+def test_a_release_reaches_those_behind_a_worker_that_died() -> None:
+    workers = Workers(4)
+    (there,) = workers.cross(0, 1, [torch.ones(2, requires_grad=True)])
+    (further,) = workers.cross(1, 2, [there])
+    workers.cross(2, 3, [further])
+    workers.kill(1)
+    workers.release()
+    assert workers.leftovers().keys() == {"worker1"}
+
+
+def test_those_behind_a_worker_that_died_with_the_news_of_a_release_hear_it_too() -> None:
+    workers = Workers(4)
+    (there,) = workers.cross(0, 1, [torch.ones(2, requires_grad=True)])
+    (further,) = workers.cross(1, 2, [there])
+    workers.cross(2, 3, [further])
+    workers.nodes[0].autograd.release(workers.context_id)
+    workers.kill(1)
+    workers.network.drain()
+    assert workers.leftovers().keys() == {"worker1"}
+
+
 def test_contexts_are_apart_although_they_share_a_leaf() -> None:
     workers = Workers(2)
     w = torch.ones(2, requires_grad=True)

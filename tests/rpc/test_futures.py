@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -36,9 +38,7 @@ def test_a_chained_function_may_call() -> None:
     def go_on(future: torch.futures.Future[int]) -> str:
         return str(rpc.rpc_sync("worker2", functions.who_am_i)) + str(future.wait())
 
-    futures = [
-        rpc.rpc_async("worker1", functions.echo, args=(n,)).then(go_on) for n in range(50)
-    ]
+    futures = [rpc.rpc_async("worker1", functions.echo, args=(n,)).then(go_on) for n in range(50)]
     assert [future.wait() for future in futures] == [f"worker2{n}" for n in range(50)]
 
 
@@ -92,6 +92,36 @@ def test_a_future_that_nobody_waits_for_still_completes() -> None:
     done = threading.Event()
     rpc.rpc_async("worker1", functions.nothing).add_done_callback(lambda f: done.set())
     assert done.wait(10)
+
+
+def test_an_error_keeps_neither_its_future_nor_the_frames_that_it_passed() -> None:
+    """A future lives outside of Python: no collector finds a ring that goes through it."""
+
+    class Marker:
+        """Lives as long as the frame that has it."""
+
+    def ask_and_fail() -> weakref.ref[Marker]:
+        marker = Marker()
+        future = rpc.rpc_async("worker1", functions.raise_value_error, args=("x",))
+        for wait in (future.wait, future.value, future.then(lambda f: f.wait()).wait):
+            with pytest.raises(Exception, match="x"):
+                wait()
+        return weakref.ref(marker)
+
+    gone = ask_and_fail()
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_error_is_the_same_at_every_wait() -> None:
+    future = rpc.rpc_async("worker1", functions.raise_named, args=("needs two",))
+    errors = []
+    for _ in range(3):
+        with pytest.raises(Exception, match="7 at gate") as caught:
+            future.wait()
+        errors.append(caught.value)
+    assert len({str(error) for error in errors}) == 1
+    assert all("on worker 'worker1'" in str(error.__cause__) for error in errors)
 
 
 # Coroutines.

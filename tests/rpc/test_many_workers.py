@@ -42,7 +42,9 @@ def test_sixty_four_workers_start_call_all_to_all_and_leave(nursery: Nursery) ->
         for each in leaving:
             each.result(60)
         left = time.monotonic()
-        print(f"join {joined - started:.1f} s, calls {called - joined:.1f} s, {left - called:.1f} s")
+        print(
+            f"join {joined - started:.1f} s, calls {called - joined:.1f} s, {left - called:.1f} s"
+        )
         for process in processes:
             assert "Traceback" not in process.end(), process.errors
         assert functions.recorded == []

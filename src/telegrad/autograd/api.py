@@ -17,8 +17,9 @@ from torch.compiler import is_dynamo_compiling
 
 from telegrad.autograd.context import Context, current_context, refuse_nested, working_in
 from telegrad.autograd.crossing import AutogradCrossing
-from telegrad.autograd.describe import describe_context
+from telegrad.autograd.describe import gather, root_expression
 from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.figure import draw
 from telegrad.autograd.messages import Mode, Options
 from telegrad.autograd.roots import check_roots
 from telegrad.autograd.service import Autograd
@@ -85,11 +86,17 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     return autograd_of().container.get(context_id).gradients()
 
 
-def describe(context_id: int) -> str:
-    """What crossed between this worker and others in a context, as text."""
+def describe(context_id: int, roots: Sequence[Tensor] = ()) -> str:
+    """What crossed between workers in a context, as a figure in text.
+
+    All workers that hold the context are asked for their part. With `roots` it also shows how
+    these tensors of the calling worker were computed from what arrived.
+    """
     service = autograd_of()
-    node = service.node
-    return describe_context(service.container.get(context_id), node.members.name, node.info.name)
+    found = service.container.get(context_id)
+    name = service.node.members.name
+    title = f"context {context_id}, made on {name(found.origin)}"
+    return draw(title, gather(service, found), [root_expression(r, found) for r in roots], name)
 
 
 def retrieve_context(context_id: int) -> Context:

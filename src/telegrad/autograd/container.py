@@ -11,6 +11,12 @@ all that an earlier one said, so one census per origin is all that is kept. A ce
 context that it declares gone is dropped wherever it is met. And one census speaks for all contexts
 that were released before it, so releases need not be told of one by one.
 
+Lost workers. A release travels as the context did: each worker tells those it knows. If one on the
+way dies, those behind it would never hear. So whoever holds a context and loses a worker that it
+knows in it reports to the origin, and is told by the origin itself. What a lost worker sent may
+still be read after its loss was noticed; it makes no context any more. A worker that is started
+again gets another id, so a lost id stays lost.
+
 One lock guards all: under it nothing is done but to change a dictionary or a set. A context that is
 there is found without it.
 """
@@ -91,28 +97,26 @@ class Container:
             with self._lock:
                 context = self._contexts.get(context_id)
                 if context is None:
-                    if self._is_gone(context_id, sender):
+                    if sender in self._lost or self._is_gone(context_id):
                         return None
                     context = self._contexts[context_id] = Context(context_id)
         context.known_workers.add(sender)
         return context
 
-    def _is_gone(self, context_id: int, sender: int) -> bool:
+    def _is_gone(self, context_id: int) -> bool:
         origin = worker_of(context_id)
-        if origin == self.worker:
+        if origin == self.worker or origin in self._lost:
             return True
-        if origin in self._lost:
-            if origin != sender:
-                return True
-            self._lost -= {origin}
         census = self._census.get(origin)
         return census is not None and census.has_released(context_id)
 
     def release_own(self, context_id: int) -> Context | None:
         """Release a context of which this worker is the origin; None if that was done already."""
         with self._lock:
+            if context_id not in self._live:
+                return None
             self._live.discard(context_id)
-            return self._contexts.pop(context_id, None)
+            return self._contexts.pop(context_id)
 
     def census(self) -> Census:
         """What the other workers are told of the contexts that were made here."""

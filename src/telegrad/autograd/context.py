@@ -13,11 +13,10 @@ resolves it) or sees that the pass has begun (and is answered by *none*), never 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
@@ -39,8 +38,7 @@ def worker_of(number: int) -> int:
     return number >> WORKER_SHIFT
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SendRecord:
+class SendRecord(NamedTuple):
     """Tensors that left in one message. The token keeps their graph alive."""
 
     message: int
@@ -56,20 +54,16 @@ class SendRecord:
 
     @property
     def edges(self) -> Sequence[tuple[Node | None, int]]:
-        return self.node.next_functions
+        edges: Sequence[tuple[Node | None, int]] = self.token.grad_fn.next_functions  # type: ignore[union-attr]
+        return edges
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RecvRecord:
+class RecvRecord(NamedTuple):
     """Tensors that arrived in one message: one node for each that needs a gradient."""
 
     message: int
     peer: int
     nodes: tuple[Node, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.nodes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +83,22 @@ class Scope:
 class Context:
     """One worker's part of one context."""
 
+    __slots__ = (
+        "__weakref__",
+        "_gradients",
+        "_uncommitted",
+        "enclosures",
+        "id",
+        "known_workers",
+        "lock",
+        "participants",
+        "passes",
+        "recording",
+        "recvs",
+        "released",
+        "sends",
+    )
+
     def __init__(self, context_id: int) -> None:
         self.id = context_id
         self.lock = threading.Lock()
@@ -102,7 +112,11 @@ class Context:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._uncommitted: dict[int, Gradients] = {}
         self.recording = Scope(self, True)
-        self.silent = Scope(self, False)
+
+    @property
+    def silent(self) -> Scope:
+        """The scope of code that runs without grad."""
+        return Scope(self, False)
 
     @property
     def origin(self) -> int:
@@ -120,17 +134,17 @@ class Context:
         return partners
 
     def add_send(self, record: SendRecord | EnclosedSend) -> tuple[int, ...]:
-        """Record a send; tells which passes had begun here, and so do not wait for it."""
+        """Record a send to a worker that is known; tells which passes had begun here, and so do
+        not wait for it."""
         with self.lock:
             self.sends[record.message] = record
-            self.known_workers.add(record.peer)
             return self.passes.known()
 
     def add_recv(self, record: RecvRecord, begun_at_sender: Iterable[int]) -> list[int]:
-        """Record a recv; tells which passes wait for it at its sender and missed it here."""
+        """Record a recv from a worker that is known; tells which passes wait for it at its sender
+        and missed it here."""
         with self.lock:
             self.recvs[record.message] = record
-            self.known_workers.add(record.peer)
             begun = self.passes.begun()
             return [p for p in begun if p not in set(begun_at_sender)] if begun else []
 
@@ -191,14 +205,40 @@ def current_scope() -> Scope | None:
     return context.recording if torch.is_grad_enabled() else context.silent
 
 
-@contextmanager
-def working_in(context: Context) -> Iterator[None]:
+class working_in:
     """Make `context` current; used while a remote function or a pass runs for it."""
-    token = _current.set(context)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+
+class speaking_for:
+    """Work in the context of `scope`, with the grad mode of the code that it comes from."""
+
+    __slots__ = ("_mode", "_scope", "_token")
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        scope = self._scope
+        self._token = _current.set(scope.context)
+        self._mode = torch.is_grad_enabled()
+        if self._mode is not scope.recording:
+            torch.set_grad_enabled(scope.recording)
+
+    def __exit__(self, *_: object) -> None:
+        if torch.is_grad_enabled() is not self._mode:
+            torch.set_grad_enabled(self._mode)
+        _current.reset(self._token)
 
 
 def refuse_nested() -> None:

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,7 +37,7 @@ from telegrad.autograd.context import (
     Scope,
     SendRecord,
     current_scope,
-    working_in,
+    speaking_for,
 )
 from telegrad.autograd.enclosed import EnclosedSend
 from telegrad.autograd.errors import AutogradError
@@ -94,6 +93,9 @@ class Send(torch.autograd.Function):
         return (None, None, *_running(f"tensors sent to worker {ctx.peer}").take(ctx.message))
 
 
+_NO_GRADIENTS = (None,) * 5
+
+
 class Recv(torch.autograd.Function):
     """One tensor that arrived. Its gradient leaves from inside the engine."""
 
@@ -107,10 +109,13 @@ class Recv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor | None) -> Any:
-        running = _running(f"a tensor that came from worker {ctx.peer}")
+        running = engine_thread.running or _running(f"a tensor that came from worker {ctx.peer}")
         running.fire(ctx.message, ctx.index, gradient[0])
-        return (None,) * 5
+        return _NO_GRADIENTS
 
+
+_send = torch_private.applied(Send)
+_recv = torch_private.applied(Recv)
 
 SendNode: Any = Send._backward_cls
 RecvNode: Any = Recv._backward_cls
@@ -125,15 +130,14 @@ RecvNode.__eq__ = _same_message
 RecvNode.__hash__ = object.__hash__
 
 
-def make_recv(message: int, index: int, peer: int, tensor: Tensor) -> Tensor:
-    """The tensor as the user sees it: with a node that sends its gradient back."""
+def make_recv(message: int, index: int, peer: int, tensor: Tensor) -> tuple[Tensor, Node]:
+    """The tensor as the user sees it, and its node, which sends the gradient back."""
     tensor.requires_grad_(False)
-    received: Tensor = Recv.apply(  # type: ignore[no-untyped-call]
-        _ANCHOR, message, index, peer, [tensor]
-    )
-    assert received.grad_fn is not None
-    torch_private.set_sequence_number(received.grad_fn, torch_private.FIRST)
-    return received
+    received = _recv(_ANCHOR, message, index, peer, [tensor])
+    node = received.grad_fn
+    assert node is not None
+    torch_private.set_sequence_number(node, torch_private.FIRST)
+    return received, node
 
 
 _NOTE_HEAD = struct.Struct("<QQHH")
@@ -149,11 +153,7 @@ class Note(NamedTuple):
     recording: bool = True
 
     def pack(self) -> bytes:
-        head = _NOTE_HEAD.pack(self.context, self.message, len(self.begun), self.recording)
-        if not self.message:
-            return head
-        begun, indices = self.begun, self.indices
-        return head + struct.pack(f"<{len(begun)}Q{len(indices)}I", *begun, *indices)
+        return pack_note(*self)
 
     @classmethod
     def unpack(cls, data: bytes) -> Note:
@@ -168,12 +168,25 @@ class Note(NamedTuple):
         return cls(context, message, numbers[begun_count:], numbers[:begun_count], bool(recording))
 
 
+def pack_note(
+    context: int,
+    message: int = 0,
+    indices: Sequence[int] = (),
+    begun: Sequence[int] = (),
+    recording: bool = True,
+) -> bytes:
+    """A note as it travels. Every call makes one, so it need not become a `Note` first."""
+    head = _NOTE_HEAD.pack(context, message, len(begun), recording)
+    if not message:
+        return head
+    return head + struct.pack(f"<{len(begun)}Q{len(indices)}I", *begun, *indices)
+
+
 class Records(Protocol):
     """The part of the autograd service that a message needs."""
 
     container: Container
-
-    def next_message(self) -> int: ...
+    next_message: Callable[[], int]
 
     def missed(self, context: Context, passes: list[int], record: RecvRecord) -> None: ...
 
@@ -186,8 +199,7 @@ def service_of(node: Any) -> Records:
 class AutogradCrossing:
     """The hook by which the rpc layer lets autograd see its messages."""
 
-    def current(self) -> Scope | None:
-        return current_scope()
+    current = staticmethod(current_scope)
 
     def leaving(self, node: Any, to: int, tensors: Sequence[Tensor], scope: Scope) -> bytes:
         """Record a send if the message needs one; the note that travels with it."""
@@ -196,22 +208,20 @@ class AutogradCrossing:
         if context.released:
             return b""
         if not scope.recording:
-            return Note(context.id, recording=False).pack()
-        indices = tuple([i for i, tensor in enumerate(tensors) if tensor.requires_grad])
+            return pack_note(context.id, recording=False)
+        indices = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
         if not indices:
-            return Note(context.id).pack()
+            return pack_note(context.id)
         message = service_of(node).next_message()
-        shapes = tuple((tensors[i].shape, tensors[i].dtype) for i in indices)
-        if scope.enclosed is not None:
-            scope.enclosed.sent(message, [tensors[i] for i in indices])
-            begun = context.add_send(EnclosedSend(message, to, shapes))
+        sent = [tensors[i] for i in indices]
+        shapes = tuple([(tensor.shape, tensor.dtype) for tensor in sent])
+        record: SendRecord | EnclosedSend
+        if scope.enclosed is None:
+            record = SendRecord(message, to, _send(message, to, *sent), shapes)
         else:
-            with torch.enable_grad():
-                token = Send.apply(  # type: ignore[no-untyped-call]
-                    message, to, *[tensors[i] for i in indices]
-                )
-            begun = context.add_send(SendRecord(message, to, token, shapes))
-        return Note(context.id, message, indices, begun).pack()
+            scope.enclosed.sent(message, sent)
+            record = EnclosedSend(message, to, shapes)
+        return pack_note(context.id, message, indices, context.add_send(record))
 
     def arriving(
         self, node: Any, sender: int, note: bytes, tensors: list[Tensor]
@@ -238,19 +248,16 @@ class AutogradCrossing:
             )
         tensors = list(tensors)
         nodes: list[Node] = []
-        with torch.enable_grad():
-            for place, index in enumerate(note.indices):
-                tensor = tensors[index] = make_recv(note.message, place, sender, tensors[index])
-                assert tensor.grad_fn is not None
-                nodes.append(tensor.grad_fn)
+        for place, index in enumerate(note.indices):
+            tensor, node = make_recv(note.message, place, sender, tensors[index])
+            tensors[index] = tensor
+            nodes.append(node)
         record = RecvRecord(note.message, sender, tuple(nodes))
         missed = context.add_recv(record, note.begun)
         if missed:
             service.missed(context, missed, record)
         return tensors
 
-    @contextmanager
-    def enter(self, node: Any, scope: Scope) -> Iterator[None]:
+    def enter(self, node: Any, scope: Scope) -> speaking_for:
         """While a handler runs for `scope`: its context is current, with the caller's grad mode."""
-        with working_in(scope.context), torch.set_grad_enabled(scope.recording):
-            yield
+        return speaking_for(scope)

@@ -17,6 +17,11 @@ class UnknownContext(AutogradError):
             f"Could not find autograd context with id: {context_id}. A context lives from "
             "`with telegrad.autograd.context()` to the end of that block."
         )
+        self.context_id = context_id
+
+    def __reduce__(self) -> tuple[type[UnknownContext], tuple[int]]:
+        # By default an error is rebuilt from its text, which would be taken for the id.
+        return UnknownContext, (self.context_id,)
 
 
 class UnusedResult(AutogradError):

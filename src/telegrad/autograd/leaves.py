@@ -56,41 +56,49 @@ def _dense(gradient: Tensor) -> bool:
 
 
 class Gradients:
-    """What one pass found on one worker: the gradient of each leaf."""
+    """What one pass found on one worker: the gradient of each leaf.
 
-    __slots__ = ("_nodes", "_sums")
+    Until the pass has found all, leaves are known by their accumulators: to look up a tensor is a
+    call of a Python function, and there may be thousands.
+    """
+
+    __slots__ = ("_by_node", "_found")
 
     def __init__(self) -> None:
-        self._sums: dict[Tensor, Tensor] = {}
-        self._nodes: dict[Tensor, Any] = {}
+        self._by_node: dict[Any, Tensor] = {}
+        self._found: list[tuple[Tensor, Tensor]] = []
 
     def __len__(self) -> int:
-        return len(self._sums)
+        return len(self._by_node) + len(self._found)
 
     def add(self, node: Any, gradient: Tensor, create_graph: bool = False) -> None:
         """Add to the gradient of the leaf whose accumulator is `node`."""
-        leaf = node.variable
-        known = self._sums.get(leaf)
+        known = self._by_node.get(node)
         if known is not None:
             with torch.set_grad_enabled(create_graph):
                 gradient = add(known, gradient)
-        self._sums[leaf] = gradient
-        self._nodes[leaf] = node
+        self._by_node[node] = gradient
 
     def add_to(self, total: dict[Tensor, Tensor]) -> None:
-        for leaf, gradient in self._sums.items():
+        for leaf, gradient in self._found or self._leaves():
             total[leaf] = add(total.get(leaf), gradient)
 
     def settle(self, for_real: Callable[[Any], bool], create_graph: bool) -> None:
         """The pass has found all there is: make the sums its own, run what hangs on leaves."""
-        nodes = {leaf: node for leaf, node in self._nodes.items() if for_real(node)}
-        self._nodes = {}
+        by_node = self._by_node
         if not create_graph:
             taken: set[int] = set()
-            for leaf, gradient in self._sums.items():
-                self._sums[leaf] = own(gradient, taken)
+            for node, gradient in by_node.items():
+                by_node[node] = own(gradient, taken)
+        nodes = {node.variable: node for node in by_node if for_real(node)}
         if nodes:
-            self._sums.update(_accumulate(nodes, self._sums, create_graph))
+            sums = {leaf: by_node.pop(node) for leaf, node in nodes.items()}
+            self._found = list(_accumulate(nodes, sums, create_graph).items())
+        self._found += self._leaves()
+        self._by_node = {}
+
+    def _leaves(self) -> list[tuple[Tensor, Tensor]]:
+        return [(node.variable, gradient) for node, gradient in self._by_node.items()]
 
 
 def accumulates_for_real() -> Callable[[Any], bool]:

@@ -387,6 +387,8 @@ class Run:
         if not leaves and not group.recvs:
             return []
         inputs: list[Any] = [GradientEdge(leaf, 0) for leaf in leaves]
+        # The engine runs only what leads to an input.
+        inputs += [GradientEdge(leaf, 0) for leaf in self._enclosing if leaf in self._nodes]
         if group.recvs:
             inputs.append(anchor())
         previous = engine_thread.running

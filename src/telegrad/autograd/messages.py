@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from struct import Struct, pack, unpack_from
 from struct import error as StructError
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -39,19 +39,24 @@ class Options:
     def to_bits(self) -> int:
         return self.retain_graph | self.create_graph << 1 | (self.mode is Mode.FAST) << 2
 
-    @classmethod
-    def from_bits(cls, bits: int) -> Options:
-        return cls(bool(bits & 1), bool(bits & 2), Mode.FAST if bits & 4 else Mode.SMART)
+
+_OPTIONS = tuple(
+    Options(bool(bits & 1), bool(bits & 2), Mode.FAST if bits & 4 else Mode.SMART)
+    for bits in range(8)
+)
+"""All that there are, each at the place that its bits name."""
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+class History(NamedTuple):
     """What the initiator of a pass knows of its earlier passes in the same context."""
 
     over_below: int = 0
     """All its passes with smaller ids are over."""
     failed: tuple[int, ...] = ()
     """The latest of them that failed: what they found does not count."""
+
+
+NO_HISTORY = History()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,7 @@ class Begin:
     history: History
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gradient:
+class Gradient(NamedTuple):
     """The gradients of the tensors of one message; may say `Begin` and `Ack` along with it."""
 
     options: Options
@@ -159,19 +163,16 @@ def decode(payload: tuple[Any, ...]) -> tuple[int, int, Message]:
                 f"A message announces {width} gradients for message {number}, and brings "
                 f"{len(rest)} for {absent.count(0)} places."
             )
-        present = iter(rest)
-        message = Gradient(
-            Options.from_bits(bits),
-            History(over, numbers),
-            bool(bits & _ENGAGES),
-            number,
-            [None if gone else next(present) for gone in absent],
-            bool(bits & _ACKNOWLEDGES),
-        )
+        if len(rest) < width:
+            present = iter(rest)
+            rest = [None if gone else next(present) for gone in absent]
+        history = History(over, numbers) if over else NO_HISTORY
+        engages, acknowledges = bits & _ENGAGES != 0, bits & _ACKNOWLEDGES != 0
+        message = Gradient(_OPTIONS[bits & 7], history, engages, number, rest, acknowledges)
     elif kind == _ACK:
         message = Ack()
     elif kind == _BEGIN:
-        message = Begin(Options.from_bits(bits), History(over, numbers))
+        message = Begin(_OPTIONS[bits & 7], History(over, numbers))
     elif kind == _ABSENT:
         message = Absent(numbers)
     elif kind == _FAIL:

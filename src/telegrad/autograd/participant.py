@@ -6,12 +6,15 @@ drives are put in the inbox; the driver takes them when it is done, or from insi
 it waits for just that. The caller of `backward` drives first, and then waits: what comes is handled
 by the thread that reads it, without waking anyone, until the pass is over.
 
-Only the driver touches the core and the run, so neither needs a lock. The inbox has one.
+Only the driver touches the core and the run, so neither needs a lock. The inbox has one. Waiting
+is rare, so the condition to wait on is made by who waits first, before it looks at what it waits
+for; who changes that looks for the condition afterwards. So nobody is left asleep.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,6 +41,7 @@ from telegrad.autograd.messages import (
 )
 from telegrad.autograd.plan import ROOTS, Source, State
 from telegrad.rpc.errors import CallTimeout, RemoteTraceback, WorkerLost
+from telegrad.rpc.runtime import Condition
 
 if TYPE_CHECKING:
     from telegrad.autograd.service import Autograd
@@ -80,6 +84,8 @@ class Stopped:
     error: BaseException
 
 
+_BEGINNINGS = (Gradient, Begin)
+
 Event = Message | Lost | Missed | Abandon | Stalled | Stopped
 
 
@@ -90,6 +96,30 @@ class Abandoned(Exception):
 class Participant:
     """One worker's part of one pass of one context."""
 
+    __slots__ = (
+        "_condition",
+        "_deadline",
+        "_driving",
+        "_early",
+        "_error",
+        "_held",
+        "_inbox",
+        "_lock",
+        "_node",
+        "_part",
+        "_partners",
+        "_peer_of_recv",
+        "_resolved",
+        "_run",
+        "_sends",
+        "_service",
+        "_timeout",
+        "_worker",
+        "active",
+        "context",
+        "pass_id",
+    )
+
     def __init__(
         self, service: Autograd, context: Context, pass_id: int, *, initiator: bool = False
     ) -> None:
@@ -98,7 +128,8 @@ class Participant:
         self._service = service
         self._node = service.node
         self._worker: int = service.node.info.id
-        self._condition = service.node.runtime.condition()
+        self._lock = threading.Lock()
+        self._condition: Condition | None = None
         self._inbox: list[tuple[int, Event]] = []
         self._driving = initiator
         self._part: Part | None = None
@@ -110,7 +141,8 @@ class Participant:
         self._peer_of_recv: dict[int, int] = {}
         self._resolved = 0
         self._error: BaseException | None = None
-        self._active = False
+        self.active = False
+        """The local part has begun and not ended."""
         self._deadline = math.inf
         self._timeout: float | None = None
 
@@ -190,6 +222,8 @@ class Participant:
 
     def _await_end(self, part: Part) -> None:
         """Wait while those who bring messages drive."""
+        if part.ended and not self._driving:
+            return
         runtime = self._node.runtime
         while not self._has_ended(part, min(self._deadline, runtime.now() + self._patience(part))):
             if runtime.now() >= self._deadline:
@@ -211,13 +245,27 @@ class Participant:
         runtime = self._node.runtime
         if not (part.ended or part.failure is not None):
             self._node.transport.blocking()
-        with self._condition:
+        condition = self._made_condition()
+        with condition:
             while self._driving or not (part.ended or part.failure is not None):
                 left = until - runtime.now()
                 if left <= 0:
                     return False
-                self._condition.wait(None if left == math.inf else left)
+                condition.wait(None if left == math.inf else left)
             return True
+
+    def _made_condition(self) -> Condition:
+        with self._lock:
+            if self._condition is None:
+                self._condition = self._node.runtime.condition()
+            return self._condition
+
+    def _wake(self) -> None:
+        """What someone may wait for has changed."""
+        condition = self._condition
+        if condition is not None:
+            with condition:
+                condition.notify_all()
 
     def _raise_failure(self, part: Part) -> None:
         error, self._error = self._error, None
@@ -237,25 +285,30 @@ class Participant:
 
     def deliver(self, sender: int, event: Event) -> None:
         """Something happened. If nobody drives, the calling thread does."""
-        with self._condition:
-            self._inbox.append((sender, event))
-            if self._driving:
-                self._condition.notify_all()
-                return
-            self._driving = True
-        self._drive()
+        with self._lock:
+            drives = not self._driving
+            if drives:
+                self._driving = True
+            else:
+                self._inbox.append((sender, event))
+        if drives:
+            self._drive(((sender, event),))
+        else:
+            self._wake()
 
-    def _drive(self) -> None:
+    def _drive(self, batch: Sequence[tuple[int, Event]] = ()) -> None:
+        """Handle these events and all that come meanwhile. The caller has set `_driving`."""
         while True:
-            with self._condition:
-                batch, self._inbox = self._inbox, []
-                if not batch:
+            if batch:
+                self._handle_all(batch)
+                self._advance()
+                self._clean_up()
+            with self._lock:
+                if not self._inbox:
                     self._driving = False
-                    self._condition.notify_all()
-                    return
-            self._handle_all(batch)
-            self._advance()
-            self._clean_up()
+                    break
+                batch, self._inbox = self._inbox, []
+        self._wake()
 
     # Outlet of the run: called from inside the engine.
 
@@ -275,7 +328,8 @@ class Participant:
     def wait(self, source: Source) -> None:
         part = self._part
         assert part is not None
-        self._send(self._take_held() + part.rest(self._partners))
+        posts, self._held = self._held, []
+        self._send(posts + part.rest(self._partners))
         before = self._resolved
         while self._resolved == before:
             batch = self._next(PATIENCE)
@@ -308,18 +362,20 @@ class Participant:
             self._node.transport.blocking()
         runtime = self._node.runtime
         deadline = None if timeout is None else runtime.now() + timeout
-        with self._condition:
+        condition = self._made_condition()
+        with condition:
             while not self._inbox:
                 left = None if deadline is None else deadline - runtime.now()
                 if left is not None and left <= 0:
                     break
-                self._condition.wait(left)
+                condition.wait(left)
+        with self._lock:
             batch, self._inbox = self._inbox, []
-            return batch
+        return batch
 
     # Events.
 
-    def _handle_all(self, batch: list[tuple[int, Event]]) -> None:
+    def _handle_all(self, batch: Sequence[tuple[int, Event]]) -> None:
         for sender, event in batch:
             try:
                 self._handle(sender, event)
@@ -327,8 +383,9 @@ class Participant:
                 self._fail(error)
 
     def _handle(self, sender: int, event: Event) -> None:
-        if isinstance(event, Begin | Gradient):
-            self._service.learn(self.context, event.history)
+        if isinstance(event, _BEGINNINGS):
+            if event.history.over_below:
+                self._service.learn(self.context, event.history)
             if self._part is None:
                 self._join(event.options, event.history, None)
         part = self._part
@@ -348,10 +405,10 @@ class Participant:
     def _handle_inside(self, part: Part, sender: int, event: Event) -> None:
         match event:
             case Gradient(_, _, engages, message, gradients, acknowledges):
-                if engages:
-                    self._send(part.engage(sender))
-                else:
+                if not engages:
                     part.overtook(sender)
+                elif answer := part.engage(sender):
+                    self._send(answer)
                 self._resolve(part, sender, message, gradients)
                 if acknowledges:
                     part.acknowledged()
@@ -385,23 +442,29 @@ class Participant:
     def _join(self, options: Options, history: History, roots: Sequence[Tensor] | None) -> Part:
         part = Part(self._worker, worker_of(self.pass_id), options, history)
         self._part = part
-        self._service.pass_began()
-        self._active = True
+        self.active = True
         sends, recvs = self.context.snapshot(self.pass_id)
-        self._sends = {record.message: record for record in sends}
-        self._peer_of_recv = {record.message: record.peer for record in recvs}
-        peers = {record.peer for record in sends} | {record.peer for record in recvs}
-        self._partners = frozenset(peers - {self._worker})
+        sources = [] if roots is None else [_root_source(roots)]
+        counts: dict[int, int] = {}
+        peers: set[int] = set()
+        for record in sends:
+            self._sends[record.message] = record
+            peers.add(record.peer)
+            sources.append(Source(record.message, record.edges, record.node, record.peer))
+        for arrived in recvs:
+            self._peer_of_recv[arrived.message] = arrived.peer
+            peers.add(arrived.peer)
+            counts[arrived.message] = len(arrived.nodes)
+        peers.discard(self._worker)
+        self._partners = frozenset(peers)
         if self.context.released:
             raise AutogradError(f"Context {self.context.id} was released during backward.")
         for worker, reason in self._node.lost_workers().items():
             if worker in self._partners:
                 raise self._lost_error(worker, reason)
-        sources = [] if roots is None else [_root_source(roots)]
-        sources += [Source(r.message, r.edges, r.node, r.peer) for r in sends]
         self._run = Run(
             sources,
-            {record.message: record.count for record in recvs},
+            counts,
             self,
             retain_graph=options.retain_graph,
             create_graph=options.create_graph,
@@ -461,7 +524,8 @@ class Participant:
         except BaseException as error:
             self._fail(error)
             return
-        posts = self._take_held() + part.rest(self._partners)
+        posts, self._held = self._held, []
+        posts += part.rest(self._partners)
         self._send(merge_ack(posts, part.report()))
 
     def _run_engine(self, run: Run, part: Part) -> None:
@@ -474,10 +538,6 @@ class Participant:
         run.close()
         part.complete = True
         self._retire()
-
-    def _take_held(self) -> list[Post]:
-        held, self._held = self._held, []
-        return held
 
     def _send(self, posts: list[Post]) -> None:
         for post in posts:
@@ -515,16 +575,12 @@ class Participant:
 
     def _retire(self) -> None:
         self._sends, self._peer_of_recv = {}, {}
-        if self._active:
-            self._active = False
-            self._service.pass_left()
+        self.active = False
 
 
 def _root_source(roots: Sequence[Tensor]) -> Source:
     edges = [(root.grad_fn, root.output_nr) for root in roots]
     source = Source(ROOTS, edges)
     source.state = State.GRADIENT
-    source.gradients = [
-        torch.ones(root.shape, dtype=root.dtype, device=root.device) for root in roots
-    ]
+    source.gradients = [root.new_ones(root.shape) for root in roots]
     return source

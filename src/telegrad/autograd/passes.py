@@ -9,7 +9,7 @@ above it. What is below the bound is ignored by number alone.
 
 from __future__ import annotations
 
-from telegrad.autograd.messages import History
+from telegrad.autograd.messages import NO_HISTORY, History
 
 FAILED_KEPT = 64
 """So many failed passes are told of; older failures have reached everyone long since."""
@@ -61,8 +61,8 @@ class Passes:
         return pass_id
 
     def own_history(self) -> History:
-        """What the others are told of the passes that began here."""
-        return History(min(self._own_live), tuple(self._failed))
+        """What the others are told of the passes that began here; nothing before the second."""
+        return History(min(self._own_live), tuple(self._failed)) if self._own > 1 else NO_HISTORY
 
     def own_over(self, pass_id: int, failed: bool) -> int:
         """A pass that began here has ended; the bound below which all such passes have."""

@@ -33,9 +33,7 @@ def backward_from(service: Autograd, rref: RRef[Any], context_id: int, retain_gr
             "User RRefs require 'dist_autograd_ctx_id' to be specified: this worker does not own "
             f"{rref!r}. Call backward(context_id) with the id of a telegrad.autograd.context()."
         )
-    service.node.request(
-        rref.owner(), BACKWARD, tuple(rref._reference), context_id, retain_graph
-    )
+    service.node.request(rref.owner(), BACKWARD, tuple(rref._reference), context_id, retain_graph)
 
 
 def backward_on_owner(

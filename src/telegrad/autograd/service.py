@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +14,17 @@ from telegrad.autograd.backward import Post
 from telegrad.autograd.container import Census, Container
 from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, worker_of
 from telegrad.autograd.crossing import engine_thread
+from telegrad.autograd.describe import DESCRIBE, Part, part_of
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import Gradient, History, Options, decode, encode
 from telegrad.autograd.participant import Abandon, Lost, Missed, Participant
 from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
+from telegrad.autograd.releases import Releases
 from telegrad.rpc.references import ReferenceId
 
 TOPIC_PASS = "autograd.pass"
 TOPIC_RELEASE = "autograd.release"
+TOPIC_HOLDER = "autograd.holder"
 STALL_TIME = 5.0
 
 
@@ -32,14 +34,15 @@ class Autograd:
     def __init__(self, node: Any) -> None:
         self.node = node
         self.container = Container(node.info.id)
+        self._releases = Releases(node.runtime, self._tell_census)
         self.stall_time = STALL_TIME
         first: int = (node.info.id << WORKER_SHIFT) + 1
-        self._messages = itertools.count(first)
-        self._lock = threading.Lock()
-        self._passes_here = 0
+        self.next_message = itertools.count(first).__next__
         node.on_post(TOPIC_PASS, self._on_pass_message)
         node.on_post(TOPIC_RELEASE, self._on_release)
+        node.on_post(TOPIC_HOLDER, self._on_holder)
         node.on_operation(BACKWARD, self._on_backward)
+        node.on_operation(DESCRIBE, self._on_describe)
         node.on_lost(self._on_lost)
 
     # Contexts.
@@ -49,40 +52,60 @@ class Autograd:
 
     def release(self, context_id: int) -> None:
         """Let go of a context here, and on every worker that knows it."""
-        released = self.container.release_own(context_id)
-        if released is None:
-            return
-        context, census = released
-        self._let_go([context], census, None)
+        context = self.container.release_own(context_id)
+        if context is not None:
+            # The flag before the look at the workers, as `leaving` looks after it has added one:
+            # a message leaves either without a note or to a worker that is told.
+            self._end(context, "Context {} was released during backward.")
+            self._releases.add(context)
+
+    def _on_describe(self, sender: int, context_id: int) -> Part | None:
+        return part_of(self.container.find(context_id))
+
+    def _tell_census(self, workers: set[int]) -> None:
+        self._pass_on(self.container.census(), workers)
 
     def _on_release(self, sender: int, payload: tuple[Any, ...]) -> None:
         origin, version, newest, live = payload
         census = Census(origin, version, newest, frozenset(live))
-        self._let_go(self.container.learn(census), census, sender)
-
-    def _let_go(self, contexts: list[Context], census: Census, sender: int | None) -> None:
-        payload = (census.origin, census.version, census.newest, tuple(census.live))
         told: set[int] = set()
-        for context in contexts:
-            # The flag before the look at the workers, as `leaving` looks after it has added one:
-            # a message leaves either without a note or to a worker that is told here.
-            self._end(context, f"Context {context.id} was released during backward.")
+        for context in self.container.learn(census):
+            self._end(context, "Context {} was released during backward.")
             told |= context.known_workers
-        for worker in sorted(told - {self.node.info.id, sender}):
+        told.discard(sender)
+        self._pass_on(census, told)
+
+    def _pass_on(self, census: Census, workers: set[int]) -> None:
+        payload = (census.origin, census.version, census.newest, tuple(census.live))
+        workers.discard(self.node.info.id)
+        for worker in sorted(workers):
             self.node.post(worker, TOPIC_RELEASE, payload)
 
     def _end(self, context: Context, reason: str) -> None:
         context.let_go()
-        for participant in list(context.participants.values()):
-            participant.deliver(self.node.info.id, Abandon(reason))
-        context.participants.clear()
+        if context.participants:
+            for participant in list(context.participants.values()):
+                if not participant.idle:
+                    abandon = Abandon(reason.format(context.id))
+                    participant.deliver(self.node.info.id, abandon)
+            context.participants.clear()
 
     def _on_lost(self, worker: int, reason: str) -> None:
         for context in self.container.lose(worker):
-            self._end(context, f"Worker {worker}, where context {context.id} was made, is gone.")
+            self._end(context, f"Worker {worker}, where context {{}} was made, is gone.")
         for context in self.container:
+            if worker in context.known_workers and context.origin != self.node.info.id:
+                self.node.post(context.origin, TOPIC_HOLDER, context.id)
             for participant in list(context.participants.values()):
                 participant.deliver(self.node.info.id, Lost(worker, reason))
+
+    def _on_holder(self, sender: int, context_id: int) -> None:
+        """A worker holds a context of ours and lost one through whom it might have been told."""
+        context = self.container.find(context_id)
+        if context is not None:
+            context.know(sender)
+        if context is None or context.released:
+            self._tell_census({sender})
 
     # Passes.
 
@@ -181,29 +204,16 @@ class Autograd:
 
     def post(self, context: Context, pass_id: int, post: Post) -> None:
         message = post.message
-        scope = None
-        if isinstance(message, Gradient) and message.options.create_graph:
-            scope = context.recording
+        records = type(message) is Gradient and message.options.create_graph
+        scope = context.recording if records else None
         self.node.post(post.to, TOPIC_PASS, encode(context.id, pass_id, message), scope)
-
-    def next_message(self) -> int:
-        return next(self._messages)
-
-    # Counts.
-
-    def pass_began(self) -> None:
-        with self._lock:
-            self._passes_here += 1
-
-    def pass_left(self) -> None:
-        with self._lock:
-            self._passes_here -= 1
 
     def counts(self) -> dict[str, int]:
         """How many contexts this worker holds and in how many passes it takes part."""
+        parts = [p for context in self.container for p in list(context.participants.values())]
         return {
             "num_autograd_contexts": len(self.container),
-            "num_current_backward_passes": self._passes_here,
+            "num_current_backward_passes": sum(part.active for part in parts),
         }
 
 

@@ -10,6 +10,8 @@ Each private call sits behind one small function here, and nowhere else. What is
   their dtype. `local.py` keeps them as they are.
 * A hook dictionary of an accumulator can be seen through the handle of a hook added to it.
 * Compiled autograd is switched per thread.
+* `Function.apply` is a Python function around one in C that does the work. What the outer one
+  adds, functorch, is of use to functions that know how to deal with it; ours do not.
 
 The first two are tried once at import: a torch that behaves otherwise is refused with a sentence
 that says what changed, instead of giving wrong gradients.
@@ -38,6 +40,20 @@ def set_sequence_number(node: Node, number: int) -> None:
 
 def sequence_number(node: Node) -> int:
     return node._sequence_nr()
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
+    """`function.apply`, without the Python in front of it, and whatever the grad mode is."""
+    apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    is_grad_enabled = torch.is_grad_enabled
+
+    def record(*arguments: Any) -> torch.Tensor:
+        if is_grad_enabled():
+            return apply(*arguments)
+        with torch.enable_grad():
+            return apply(*arguments)
+
+    return record
 
 
 def tensor_hooks(leaf: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ Dynamo traces (`split` is inlined, so it is written in what Dynamo understands),
 arguments together again on every worker that needs them (`join`).
 
     ("tensor", 0)  ("int", 0)  ("constant", "mean")  ("list", ...)  ("tuple", ...)
-    ("dict", (key, ...), ...)  ("rref", owner, ...)  ("made", 0)
+    ("dict", (key, ...), ...)  ("worker", name, id)  ("rref", owner, ...)  ("made", 0)
 
 "rref" is a reference that existed before the compiled function ran. "made" is one that a compiled
 function made: it travels as a tensor, its token.
@@ -26,7 +26,7 @@ from telegrad.rpc.worker import WorkerInfo
 
 Template = tuple[Any, ...]
 
-CONSTANTS = (bool, str, float, bytes, torch.dtype, torch.device, torch.Size, WorkerInfo)
+CONSTANTS = (bool, str, float, bytes, torch.dtype, torch.device)
 
 
 class Split:
@@ -60,6 +60,8 @@ def split(value: Any, found: Split) -> Template:
         found.tensors.append(value.token)
         found.shapes.append(value.shape_of_value())
         return ("made", len(found.tensors) - 1)
+    if isinstance(value, WorkerInfo):
+        return ("worker", value.name, value.id)
     if isinstance(value, RRef):
         return ("rref", *reference_of(value))
     if callable(value):
@@ -99,6 +101,8 @@ def join(
                 return tuple([build(item) for item in items])
             case ("dict", *items):
                 return {key: build(item) for key, item in items}
+            case ("worker", name, number):
+                return WorkerInfo(name, number)
             case ("rref", *numbers):
                 return reference(tuple(numbers))
             case ("made", place):

@@ -23,17 +23,19 @@ from telegrad.rpc.worker import WorkerInfo
 class MadeRRef:
     """A reference to the result of a call that a compiled function made."""
 
-    def __init__(self, worker: WorkerInfo, token: Tensor, value: tuple[Tensor, ...]) -> None:
+    def __init__(self, worker: str, token: Tensor, value: tuple[Tensor, ...]) -> None:
         self.worker = worker
         self.token = token
         self.value = value
         """A tensor without memory of its own that has the shape of the value, if that is one."""
 
     def owner(self) -> WorkerInfo:
-        return self.worker
+        from telegrad.compile import traced
+
+        return traced.worker_info(self.worker)
 
     def owner_name(self) -> str:
-        return self.worker.name
+        return self.worker
 
     def shape_of_value(self) -> Tensor:
         if len(self.value) != 1:
@@ -83,7 +85,7 @@ class MethodsOf:
         return method
 
 
-def home_of(rref: Any) -> WorkerInfo | int:
+def home_of(rref: Any) -> str | int:
     """The worker that owns a reference of either kind. Inlined by Dynamo."""
     if isinstance(rref, MadeRRef):
         return rref.worker

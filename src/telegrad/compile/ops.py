@@ -37,7 +37,8 @@ from telegrad.compile import calls, passes, torch_private
 from telegrad.compile.arguments import join
 from telegrad.compile.calls import Call, new_token, record_of
 from telegrad.compile.references import Borrowed, real_reference
-from telegrad.compile.shapes import outputs_of
+from telegrad.compile.owner import take_apart
+from telegrad.compile.shapes import note_result, outputs_of
 from telegrad.compile.sites import Site, site
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.futures import begin_async
@@ -145,19 +146,23 @@ def wait(
     order: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
     call: Call = record_of(token)
-    outputs = _tensors_in(call.future.wait())
+    result = call.future.wait()
     call.future = None
-    return [output.contiguous() for output in call.take(outputs)], _order()
+    outputs: list[Tensor] = []
+    template = take_apart(result, outputs)
+    note_result(key, template, type(result).__name__)
+    return _apart(call.take(outputs)), _order()
 
 
-def _tensors_in(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, list | tuple):
-        return [tensor for item in result for tensor in _tensors_in(item)]
-    if isinstance(result, dict):
-        return [tensor for item in result.values() for tensor in _tensors_in(item)]
-    return []
+def _apart(outputs: list[Tensor]) -> list[Tensor]:
+    """The outputs of a node may not share memory with each other."""
+    storages: set[int] = set()
+    separate = []
+    for output in outputs:
+        storage = output.untyped_storage().data_ptr()
+        separate.append(output.clone() if storage in storages else output)
+        storages.add(storage)
+    return [output.contiguous() for output in separate]
 
 
 @_kernel

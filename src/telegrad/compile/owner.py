@@ -193,25 +193,31 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def _answer(result: Any, fakes: torch_private.Fakes) -> Answer:
-    outputs: list[OutputSpec] = []
+    tensors: list[Tensor] = []
+    template = take_apart(result, tensors)
+    outputs = tuple(
+        OutputSpec(
+            tensor.dtype,
+            tuple([fakes.formula(size) for size in tensor.shape]),
+            str(tensor.device),
+            tensor.requires_grad,
+        )
+        for tensor in tensors
+    )
+    return Answer(outputs, template, fakes.guards(), type(result).__name__)
 
-    def take_apart(value: Any) -> Template | None:
-        if isinstance(value, Tensor):
-            sizes = tuple([fakes.formula(size) for size in value.shape])
-            spec = OutputSpec(value.dtype, sizes, str(value.device), value.requires_grad)
-            outputs.append(spec)
-            return ("tensor", len(outputs) - 1, spec.needs_gradient)
-        if value is None:
-            return ("constant", None)
-        if type(value) in (list, tuple):
-            items = [take_apart(item) for item in value]
-            if None not in items:
-                return (type(value).__name__, *items)
-        if type(value) is dict:
-            pairs = [(key, take_apart(item)) for key, item in value.items()]
-            if all(item is not None for _, item in pairs):
-                return ("dict", *pairs)
-        return None
 
-    template = take_apart(result)
-    return Answer(tuple(outputs), template, fakes.guards(), type(result).__name__)
+def take_apart(value: Any, tensors: list[Tensor]) -> Template | None:
+    """How tensors make up a result; None if something else is in it."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ("tensor", len(tensors) - 1, value.requires_grad)
+    if value is None:
+        return ("constant", None)
+    if type(value) in (list, tuple):
+        items = [take_apart(item, tensors) for item in value]
+        return None if None in items else (type(value).__name__, *items)
+    if type(value) is dict:
+        pairs = [(key, take_apart(item, tensors)) for key, item in value.items()]
+        return None if any(item is None for _, item in pairs) else ("dict", *pairs)
+    return None

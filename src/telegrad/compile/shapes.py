@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from telegrad.compile import torch_private
+from telegrad.compile.arguments import Template
 from telegrad.compile.expressions import Formula, evaluate
 from telegrad.compile.owner import Answer, IntSpec, TensorSpec, infer
 from telegrad.compile.sites import Site, ask
@@ -105,6 +106,12 @@ def result_template(key: str) -> Any:
             "rpc.remote, or make the call outside of the compiled function."
         )
     return answer.template
+
+
+def note_result(key: str, template: Template | None, kind: str) -> None:
+    """A call returned that was never traced: a node that runs outside of compiled functions."""
+    if key not in _latest:
+        _latest[key] = Answer((), template, (), kind)
 
 
 def forget_answers() -> None:

@@ -47,8 +47,8 @@ def site(key: str) -> Site:
 @torch.compiler.assume_constant_result
 def locate(
     to: Any, function: Callable[..., Any], template: Template, timeout: float | None
-) -> tuple[str, WorkerInfo]:
-    """The key of a call site, and the worker that it calls. Runs while Dynamo traces."""
+) -> tuple[str, str]:
+    """The key of a call site, and the name of the worker that it calls. Runs while Dynamo traces."""
     node = current_node()
     worker = node.members.find(to)
     known = (worker.name, function)
@@ -57,7 +57,7 @@ def locate(
     parts = (worker.name, _name(function), _description(template), timeout, _fingerprints[known])
     key = f"{_name(function)} on {worker.name} #{_digest(repr(parts))}"
     _sites[key] = Site(key, worker, function, template, timeout)
-    return key, worker
+    return key, worker.name
 
 
 @torch.compiler.assume_constant_result

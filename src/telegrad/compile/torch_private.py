@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import polyfills
 from torch._dynamo.source import ConstantSource
+from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -174,3 +175,14 @@ def collect_gradients() -> None:
 
 
 collect_gradients()
+
+
+def guard_opaque_type(cls: type, identity: Callable[[Any], list[Any]] | None) -> None:
+    """Have values of an opaque type guarded by what `identity` says of them."""
+    record: Any = opaque_object._resolve_opaque_type_info(cls)
+    if record is None:
+        raise ImportError(
+            f"torch {torch.__version__} does not know {cls.__name__} as an opaque type: telegrad "
+            "cannot guard it. Use a torch version that telegrad supports (2.13)."
+        )
+    record.guard_fn = identity

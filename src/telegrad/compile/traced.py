@@ -21,6 +21,7 @@ from telegrad.compile.ops import NO_CONTEXT, ops
 from telegrad.compile.passes import effect
 from telegrad.compile.shapes import outputs_of, result_template
 from telegrad.compile.sites import Site, locate, worker_info
+from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.worker import WorkerInfo
 
 
@@ -78,6 +79,11 @@ def _result(template: Template, outputs: list[Tensor]) -> Any:
     return {key: _result(item, outputs) for key, item in template[1:]}
 
 
+def _plain(to: Any) -> str | int:
+    worker: str | int = to.name if isinstance(to, WorkerInfo) else to
+    return worker
+
+
 def _needs(tensors: list[Tensor]) -> list[bool]:
     return [tensor.requires_grad for tensor in tensors]
 
@@ -91,7 +97,7 @@ def rpc_async(
 ) -> TracedFuture:
     found = Split()
     template = split((tuple(args or ()), kwargs or {}), found)
-    key, _ = locate(to, function, template, timeout)
+    key, _ = locate(_plain(to), function, template, timeout)
     needs = _needs(found.tensors)
     token, order = ops.issue(
         key,
@@ -126,7 +132,7 @@ def remote(
 ) -> MadeRRef:
     found = Split()
     template = split((tuple(args or ()), kwargs or {}), found)
-    key, worker = locate(to, function, template, timeout)
+    key, owner = locate(_plain(to), function, template, timeout)
     token, value, order = ops.remote(
         key,
         found.tensors,
@@ -139,7 +145,7 @@ def remote(
         _state.order,
     )
     _state.order = order
-    return MadeRRef(worker, token, tuple(value))
+    return MadeRRef(owner, token, tuple(value))
 
 
 class Within:
@@ -223,11 +229,17 @@ def result_on_fakes(
     outputs = outputs_of(
         node, where, found.shapes, found.ints, _needs(found.tensors), _new_unknown
     )
+    for output in outputs:
+        if output.is_floating_point() and torch.is_grad_enabled():
+            output.requires_grad_()
     return _result(result_template(key), outputs)
 
 
 def _new_unknown() -> Any:
-    raise NotImplementedError
+    raise TelegradError(
+        "A function that a compiled function calls makes itself a call whose result has a size "
+        "that depends on data. Declare what it returns with telegrad.compile.declare_fake."
+    )
 
 
 __all__ = [

@@ -129,7 +129,7 @@ class Link:
         self._tickets_written = 0
 
         # Not a bytearray, which would touch every page: most links of a large job are idle.
-        self._window = memoryview(np.empty(READ_BUFFER, np.uint8))
+        self._window = np.empty(READ_BUFFER, np.uint8).data
         self._start = 0
         self._end = 0
         self._large: _Incoming | None = None
@@ -525,10 +525,11 @@ class Link:
         self.stream.close()
 
     def resume(self, stream: Stream, peer_has_seen: int) -> None:
-        """Go on over a new stream: what the peer has not seen is sent again, in order.
+        """Go on over a new stream: what the peer has not seen is put on the queue again, in order.
 
-        To be called by the reader (or when there is none). Raises `SessionError` if that is not
-        possible any more: the peer then counts as lost.
+        To be called by the reader (or when there is none). It is not written here: both ends may
+        have much to send again, and before each has a reader they would wait for each other.
+        Raises `SessionError` if the session cannot go on: the peer then counts as lost.
         """
         with self._lock:
             self._awaiting += 1
@@ -552,8 +553,7 @@ class Link:
             for frame in kept:
                 self._queue += (frame,) if isinstance(frame, bytes) else frame.parts
             self._queued_bytes = sum(map(_size, self._queue))
-            self._writing = True
-        self._write_queue()
+        self.nudge()
 
     def close(self) -> None:
         with self._lock:

@@ -1,0 +1,106 @@
+"""What the tests of this room call on other workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from telegrad import autograd, rpc
+
+WEIGHT = nn.Parameter(torch.linspace(-1, 1, 9).reshape(3, 3))
+_calls: list[str] = []
+_both_here = threading.Barrier(2)
+
+
+def layer(a: Tensor, b: Tensor) -> Tensor:
+    _log("layer", a)
+    return (a * b) @ WEIGHT
+
+
+def several(nested: dict[str, Any], *, scale: float = 1.0) -> Any:
+    _log("several", nested["x"])
+    x, (y, times) = nested["x"], nested["rest"]
+    return x * y * scale, {"sum": [x.sum(0) * times], "where": y.argmax(-1), "nothing": None}
+
+
+def halves(x: Tensor) -> Tensor:
+    return x[: x.shape[0] // 2] * 2
+
+
+def positive(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+def parts(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    return x.chunk(count)
+
+
+def fail(x: Tensor) -> Tensor:
+    if type(x) is Tensor:
+        raise ValueError("the remote function failed")
+    return x
+
+
+def say(x: Tensor, word: str) -> Tensor:
+    _log(word, x)
+    return x * 1
+
+
+def meet(x: Tensor) -> Tensor:
+    """Returns when two calls of it are under way at the same time."""
+    if type(x) is Tensor:
+        _both_here.wait(20)
+    return x * 2
+
+
+def scaled(reference: Any, by: Tensor) -> Tensor:
+    return reference.to_here() * by
+
+
+def nested(to: str, x: Tensor) -> Tensor:
+    return rpc.rpc_sync(to, layer, (x, x)) * 2
+
+
+def number(x: Tensor) -> float:
+    return 1.5
+
+
+def slow(x: Tensor, seconds: float) -> Tensor:
+    if type(x) is Tensor:
+        time.sleep(seconds)
+    return x * 2
+
+
+def _log(what: str, x: Tensor) -> None:
+    if type(x) in (Tensor, nn.Parameter):
+        _calls.append(what)
+
+
+def take_log() -> list[str]:
+    taken = list(_calls)
+    _calls.clear()
+    return taken
+
+
+def gradient_of_weight(context_id: int) -> Tensor | None:
+    return autograd.get_gradients(context_id).get(WEIGHT)
+
+
+class Norm(nn.Module):
+    """Has state that a call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def counter(module: Norm) -> int:
+    assert module.norm.num_batches_tracked is not None
+    return int(module.norm.num_batches_tracked)

@@ -1,0 +1,182 @@
+"""Remote calls as nodes of one graph: results, gradients and effects as in eager mode."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad import autograd, rpc
+from telegrad.autograd import AutogradError
+from telegrad.compile import calls
+from tests.compile import functions as f
+from tests.compile.checks import assert_same, compiled, differentiated
+
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+pytestmark = pytest.mark.usefixtures("job")
+
+
+class _Plain:
+    pass
+
+
+UNSENDABLE = _Plain()
+
+
+def needs(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_compile_as_one_graph_with_the_gradients_of_eager_mode(backend: str) -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        h = rpc.rpc_sync("worker1", f.layer, args=(x.sin(), y))
+        later = rpc.rpc_async("worker2", f.layer, args=(h, y * 2))
+        arguments = {"x": h, "rest": [y, 3]}
+        a, b = rpc.rpc_sync("worker2", f.several, args=(arguments,), kwargs={"scale": 2.0})
+        assert b["nothing"] is None
+        picked = a.gather(1, b["where"][:, None])
+        return (later.wait() * h).tanh().sum() + (a * b["sum"][0]).sum() + picked.sum()
+
+    x, y = needs(4, 3), needs(4, 3)
+    expected = differentiated(step, x, y)
+    fast, counter = compiled(step, backend)
+    for _ in range(3):
+        assert_same(expected, differentiated(fast, x, y))
+    assert counter.frame_count == 1, "a new context must not cause a recompilation"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_remote_parameter_gets_its_gradient_when_no_argument_needs_one(backend: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", f.layer, (x, x)).pow(2).sum()
+
+    x = torch.randn(4, 3)
+    expected = differentiated(step, x)
+    assert expected[-2] is not None
+    assert_same(expected, differentiated(compiled(step, backend)[0], x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_graph_serves_changing_sizes_and_the_owner_is_asked_by_kind(backend: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", f.halves, (x,)) * 3
+
+    fast, counter = compiled(step, backend)
+    for rows in (6, 8, 10, 12, 14):
+        x = torch.randn(rows, 2)
+        torch.testing.assert_close(fast(x), x[: rows // 2] * 6)
+    assert counter.frame_count <= 2
+
+
+def test_a_guard_of_the_owner_causes_a_recompilation_when_it_breaks() -> None:
+    fast, _ = compiled(lambda x, n: rpc.rpc_sync("worker1", f.parts, (x, n)), "aot_eager")
+    for rows, count in ((6, 2), (6, 3), (8, 2), (7, 2)):
+        x = torch.randn(rows, 2)
+        for part, expected in zip(fast(x, count), x.chunk(count), strict=True):
+            torch.testing.assert_close(part, expected)
+
+
+def test_sizes_that_depend_on_data_are_known_at_run_time() -> None:
+    def step(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", f.positive, (x,)).pow(2).sum()
+
+    fast, _ = compiled(step, "aot_eager")
+    for _ in range(2):
+        x = needs(9)
+        assert_same(differentiated(step, x), differentiated(fast, x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_effects_are_neither_dropped_nor_merged_nor_reordered(backend: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        rpc.rpc_sync("worker1", f.say, (x, "unused"))
+        a = rpc.rpc_sync("worker1", f.say, (x, "twice"))
+        b = rpc.rpc_sync("worker1", f.say, (x, "twice"))
+        rpc.rpc_sync("worker1", f.say, (x, "last"))
+        return a + b
+
+    fast, _ = compiled(step, backend)
+    fast(torch.ones(3))
+    assert rpc.rpc_sync("worker1", f.take_log) == ["unused", "twice", "twice", "last"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_independent_calls_are_under_way_at_the_same_time(backend: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        a = rpc.rpc_async("worker1", f.meet, (x,))
+        b = rpc.rpc_async("worker1", f.meet, (x + 1,))
+        return a.wait() + b.wait()
+
+    torch.testing.assert_close(compiled(step, backend)[0](torch.ones(3)), torch.full((3,), 6.0))
+
+
+def test_calls_without_grad_are_not_recorded() -> None:
+    fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.layer, (x, x)), "aot_eager")
+    with autograd.context() as context_id, torch.no_grad():
+        out = fast(needs(4, 3))
+        assert not out.requires_grad
+        assert not autograd.retrieve_context(context_id).sends
+
+
+def test_an_error_of_the_remote_function_has_its_own_type() -> None:
+    fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.fail, (x,)) + 1, "aot_eager")
+    with pytest.raises(ValueError, match="the remote function failed"):
+        fast(torch.ones(2))
+
+
+def test_backward_says_what_is_wrong_without_a_context_and_outside_of_a_pass() -> None:
+    fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.layer, (x, x)).sum(), "aot_eager")
+    with pytest.raises(AutogradError, match="outside of an autograd context"):
+        fast(needs(4, 3)).backward()
+    with autograd.context(), pytest.raises(AutogradError, match="instead of loss.backward"):
+        fast(needs(4, 3)).backward()
+
+
+def test_what_cannot_be_part_of_a_graph_is_named() -> None:
+    fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.number, (x,)), "aot_eager")
+    with pytest.raises(Exception, match="returns a float, which cannot be part of a compiled"):
+        fast(torch.ones(2))
+    fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.say, (x, UNSENDABLE)), "aot_eager")
+    with pytest.raises(Exception, match="takes tensors, numbers, strings"):
+        fast(torch.ones(2))
+
+
+def test_calls_that_a_remote_function_makes_are_inferred_and_not_made() -> None:
+    def step(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", f.nested, ("worker2", x)).sum()
+
+    x = needs(4, 3)
+    expected = differentiated(step, x)
+    rpc.rpc_sync("worker2", f.take_log)
+    assert_same(expected, differentiated(compiled(step, "aot_eager")[0], x))
+    assert rpc.rpc_sync("worker2", f.take_log) == ["layer"]
+
+
+def test_an_eager_send_that_was_made_later_does_not_hold_up_a_compiled_function() -> None:
+    """The compiled node must not wait for a gradient that a later send on this worker brings."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        reference = make(x)
+        seen = reference.to_here()
+        return rpc.rpc_sync("worker2", f.layer, (seen * 2, seen)).sum() + local(y)
+
+    make, _ = compiled(lambda x: rpc.remote("worker1", f.layer, (x * 2, x)), "aot_eager")
+    local, _ = compiled(lambda y: y.pow(2).sum(), "aot_eager")
+    x, y = needs(4, 3), needs(3)
+
+    def plain(x: Tensor, y: Tensor) -> Tensor:
+        seen = rpc.rpc_sync("worker1", f.layer, (x * 2, x))
+        return rpc.rpc_sync("worker2", f.layer, (seen * 2, seen)).sum() + y.pow(2).sum()
+
+    assert_same(differentiated(plain, x, y), differentiated(step, x, y))
+
+
+def test_the_records_of_calls_go_with_their_graphs() -> None:
+    fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.layer, (x, x)).sum(), "aot_eager")
+    differentiated(fast, needs(4, 3))
+    gc.collect()
+    assert calls.live_records() == 0

@@ -1,0 +1,84 @@
+"""Whole training steps as one graph: context, calls, backward, optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telegrad import autograd, rpc
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+from tests.compile import functions as f
+from tests.compile.checks import assert_same, compiled, differentiated
+
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+pytestmark = pytest.mark.usefixtures("job")
+
+
+def train(backend: str | None, steps: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    remote = RemoteModule("worker1", nn.Linear, (3, 3))
+    remote.load_state_dict(nn.Linear(3, 3).state_dict())
+    local = nn.Linear(3, 3)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [remote, local], lr=0.05)
+
+    def step(x: Tensor) -> Tensor:
+        with autograd.context() as context_id:
+            loss = (remote(local(x).relu()) - x).pow(2).mean()
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+        return loss.detach()
+
+    run, counter = (step, None) if backend is None else compiled(step, backend)
+    losses = [run(torch.randn(5, 3)) for _ in range(steps)]
+    assert counter is None or counter.frame_count == 1
+    return [torch.stack(losses), local.weight.detach(), remote.state_dict()["weight"]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hundred_compiled_steps_equal_those_of_eager_mode(backend: str) -> None:
+    eager, fast = train(None, 100), train(backend, 100)
+    for a, b in zip(eager, fast, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_a_pass_that_fails_in_a_graph_raises_and_leaves_no_context_behind() -> None:
+    def step(x: Tensor) -> Tensor:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", f.fail, (x,)).sum()
+            autograd.backward(context_id, [loss])
+        return loss.detach()
+
+    run, _ = compiled(step, "aot_eager")
+    with pytest.raises(ValueError, match="the remote function failed"):
+        run(torch.ones(3, requires_grad=True))
+    assert len(autograd.api.autograd_of().container) == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_references_pass_between_compiled_functions(backend: str) -> None:
+    def make(x: Tensor) -> object:
+        return rpc.remote("worker1", f.layer, (x * 2, x))
+
+    def use(reference: rpc.RRef[Tensor], y: Tensor) -> Tensor:
+        product = rpc.rpc_sync("worker1", f.scaled, (reference, y))
+        return (product * reference.to_here()).sum() + y.sum()
+
+    x, y = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    expected = differentiated(lambda x, y: use(make(x), y), x, y)
+    (fast_make, _), (fast_use, counter) = compiled(make, backend), compiled(use, backend)
+    for _ in range(3):
+        assert_same(expected, differentiated(lambda x, y: fast_use(fast_make(x), y), x, y))
+    assert counter.frame_count == 1, "another reference must not cause a recompilation"
+
+
+def test_a_remote_module_keeps_its_state_while_its_shapes_are_found_out() -> None:
+    module = RemoteModule("worker1", f.Norm)
+    run, _ = compiled(lambda x: module(x), "aot_eager")
+    x = torch.randn(6, 3)
+    with autograd.context():
+        got = run(x)
+    assert module.run(f.counter) == 1
+    torch.testing.assert_close(got, nn.BatchNorm1d(3)(x))

@@ -1,0 +1,93 @@
+"""Each example does what its twin in one process does, and says so to its reader."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TWO_NUMBERS = re.compile(r"^(\D+?) +(-?[\d.]+) +(-?[\d.]+)$", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def importable_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when `python examples/NAME.py` runs: scripts find what stands beside them."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def rows_of(printed: str) -> dict[str, tuple[float, float]]:
+    """What was printed of the job and of its twin."""
+    return {name: (float(job), float(twin)) for name, job, twin in TWO_NUMBERS.findall(printed)}
+
+
+SMALL = {
+    "split_learning": (("--steps", "5"), "test accuracy"),
+    "pipeline_language_model": (("--steps", "2"), "bits per character"),
+    "mixture_of_experts": (("--steps", "4"), "test accuracy"),
+    "actor_learner": (("--steps", "3"), "moves in balance"),
+    "embedding_table": (("--steps", "4", "--rows", "3000"), "bits per character"),
+    "gan_gradient_penalty": (("--steps", "2"), "Frechet distance"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_job_is_equal_to_its_twin(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, metric = SMALL[name]
+    code = importlib.import_module(name).main(arguments)
+    printed = capsys.readouterr()
+    assert code == 0, printed.out
+    job, twin = rows_of(printed.out)[metric]
+    assert job == pytest.approx(twin, abs=2e-4)
+    assert "100%" in printed.err, "the progress bar came to its end"
+
+
+def test_a_killed_server_costs_the_steps_since_the_last_checkpoint() -> None:
+    """Saved after 6 steps, killed after 8: these two are made again, with the same losses."""
+    story = ("--steps", "10", "--save-every", "3", "--kill-at", "8")
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "parameter_server.py", *story],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The job is started again." in done.stdout
+    assert "server1 was killed before step 8; 2 steps had to be made again" in done.stdout
+    assert "The losses of all 10 steps agree" in done.stdout
+    job, twin = rows_of(done.stdout)["test accuracy"]
+    assert job == pytest.approx(twin, abs=2e-4)
+
+
+def test_every_example_is_tried_here() -> None:
+    scripts = {script.stem for script in EXAMPLES.glob("*.py")}
+    assert scripts == {*SMALL, "parameter_server", "twins"}
+
+
+def outcome(*losses: float) -> Any:
+    twins = importlib.import_module("twins")
+    return twins.Outcome(losses=list(losses), metric=0.5, seconds=1.0)
+
+
+@pytest.fixture
+def show() -> Callable[..., int]:
+    shown: Callable[..., int] = importlib.import_module("twins").show
+    return shown
+
+
+@pytest.mark.parametrize("losses", [(1.0, 0.5001), (1.0, float("nan"))])
+def test_losses_that_differ_are_called_a_bug(
+    show: Callable[..., int], losses: tuple[float, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show("accuracy", outcome(1.0, 0.5), outcome(*losses)) == 1
+    assert "a bug" in capsys.readouterr().out
+
+
+def test_losses_that_agree_are_no_bug(show: Callable[..., int]) -> None:
+    assert show("accuracy", outcome(1.0, 0.5), outcome(1.0, 0.500001)) == 0

@@ -1,0 +1,397 @@
+"""A link over real sockets: frames whole, in order and once, whatever happens to the stream."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from telegrad.wire.arena import Arena, ArenaView
+from telegrad.wire.errors import CodecError
+from telegrad.wire.frames import HEADER, HEADER_SIZE, Frame, FrameLimits, Kind
+from telegrad.wire.link import Link, LinkBroken, LinkClosed
+from telegrad.wire.session import SessionError
+from telegrad.wire.stream import PlainStream
+
+SEED = 20261116
+LARGE = 200_000
+
+
+def streams(kind: str = "unix") -> tuple[PlainStream, PlainStream]:
+    if kind == "unix":
+        a, b = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            a = socket.create_connection(server.getsockname())
+            b, _ = server.accept()
+    ends = PlainStream(a), PlainStream(b)
+    for end in ends:
+        end.set_receive_timeout(0.2)
+    return ends
+
+
+def links(kind: str = "unix", **options: Any) -> tuple[Link, Link]:
+    a, b = streams(kind)
+    return Link(a, **options), Link(b, **options)
+
+
+def view(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.numpy()).cast("B")
+
+
+def receive(link: Link) -> Frame:
+    """The next frame, in whatever pieces it comes."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        frame = link.receive()
+        if frame is not None:
+            return frame
+    raise AssertionError("no frame came")
+
+
+def reconnect(a: Link, b: Link, kind: str = "unix") -> None:
+    """As two workers do: each tells the other what it has seen, then both go on."""
+    a.mark_broken()
+    b.mark_broken()
+    seen_by_a, seen_by_b = a.session.seen, b.session.seen
+    ends = streams(kind)
+    a.resume(ends[0], seen_by_b)
+    b.resume(ends[1], seen_by_a)
+    for link in (a, b):
+        threading.Thread(target=link.flush, daemon=True).start()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_frames_arrive_whole_and_in_order(kind: str) -> None:
+    a, b = links(kind)
+    a.send(Kind.CALL, 1, b"meta", note=b"note")
+    a.send(Kind.POST, 0)
+    a.send(Kind.REPLY, 7, b"m" * 70_000)
+    first, second, third = receive(b), receive(b), receive(b)
+    assert (first.kind, first.call_id, first.meta, first.note) == (Kind.CALL, 1, b"meta", b"note")
+    assert (second.kind, second.meta, second.buffers) == (Kind.POST, b"", [])
+    assert (third.kind, third.call_id, third.meta) == (Kind.REPLY, 7, b"m" * 70_000)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, LARGE, 3_000_000])
+def test_buffers_arrive_as_they_were(count: int) -> None:
+    a, b = links()
+    x = torch.arange(count, dtype=torch.int32)
+    y = torch.ones(3, dtype=torch.uint8)
+    sending = threading.Thread(target=a.send, args=(Kind.CALL, 1, b"m", [view(x), view(y)]))
+    sending.start()
+    frame = receive(b)
+    sending.join()
+    assert [bytes(memoryview(each)) for each in frame.buffers] == [  # type: ignore[arg-type]
+        x.numpy().tobytes(),
+        b"\1\1\1",
+    ]
+
+
+def test_many_threads_send_and_no_frame_is_torn() -> None:
+    a, b = links()
+    numbers = random.Random(SEED)
+    sizes = [numbers.choice([0, 10, 5_000, LARGE]) for _ in range(200)]
+
+    def send(number: int) -> None:
+        data = torch.full((sizes[number],), number % 251, dtype=torch.uint8)
+        a.send(Kind.CALL, number, b"%d" % number, [view(data)])
+
+    with ThreadPoolExecutor(8) as pool:
+        sending = [pool.submit(send, number) for number in range(200)]
+        frames = [receive(b) for _ in range(200)]
+        for each in sending:
+            each.result()
+    assert sorted(frame.call_id for frame in frames) == list(range(200))
+    for frame in frames:
+        buffer = np.frombuffer(frame.buffers[0], np.uint8)  # type: ignore[arg-type]
+        assert len(buffer) == sizes[frame.call_id]
+        assert (buffer == frame.call_id % 251).all()
+
+
+def test_what_is_left_for_later_goes_with_the_next_or_with_a_flush() -> None:
+    a, b = links()
+    a.send(Kind.CALL, 1, later=True)
+    assert a.has_unwritten
+    assert b.receive() is None
+    a.send(Kind.CALL, 2)
+    assert [receive(b).call_id, receive(b).call_id] == [1, 2]
+    a.send(Kind.CALL, 3, later=True)
+    a.flush()
+    assert receive(b).call_id == 3
+    assert not a.has_unwritten
+
+
+def test_a_frame_that_comes_in_pieces_survives_timeouts_between_them() -> None:
+    near, far = socket.socketpair()
+    stream = PlainStream(far)
+    stream.set_receive_timeout(0.01)
+    link = Link(stream)
+    data = HEADER.pack(Kind.CALL, 0, 0, 0, 0, 5, 5, 1, 0, 9) + b"hello"
+    for position in range(len(data) - 1):
+        near.sendall(data[position : position + 1])
+        if position % 10 == 0:
+            assert link.receive() is None
+    near.sendall(data[-1:])
+    assert receive(link).meta == b"hello"
+
+
+# Shared memory.
+
+
+def linked_by_memory(size: int = 1 << 22) -> tuple[Link, Link]:
+    a, b = streams()
+    arenas = Arena(size), Arena(size)
+    freed: tuple[deque[int], deque[int]] = (deque(), deque())
+    views = (
+        ArenaView(arenas[1].fd, freed[0].append),
+        ArenaView(arenas[0].fd, freed[1].append),
+    )
+    return (
+        Link(a, arena=arenas[0], view=views[0], freed=freed[0]),
+        Link(b, arena=arenas[1], view=views[1], freed=freed[1]),
+    )
+
+
+def test_large_buffers_go_through_memory_and_its_slots_come_back() -> None:
+    a, b = linked_by_memory()
+    x = torch.arange(1 << 18, dtype=torch.int32)
+    for number in range(50):
+        x.fill_(number)
+        a.send(Kind.CALL, number, buffers=[view(x)])
+        frame = receive(b)
+        assert (np.frombuffer(frame.buffers[0], np.int32) == number).all()  # type: ignore[arg-type]
+        del frame
+        b.send(Kind.REPLY, number)
+        receive(a)
+    assert a.session.kept_bytes < 1 << 20
+
+
+def test_shared_memory_that_a_link_does_not_have_is_refused() -> None:
+    near, far = socket.socketpair()
+    link = Link(PlainStream(far))
+    row = (64).to_bytes(8, "little") + (0).to_bytes(8, "little")
+    near.sendall(HEADER.pack(Kind.CALL, 0, 0, 1, 0, 0, 16, 1, 0, 1) + row)
+    with pytest.raises(CodecError, match="shared memory"):
+        receive(link)
+
+
+# Breaking and resuming.
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_frames_cut_at_any_byte_are_sent_again_and_taken_once(kind: str) -> None:
+    print(f"seed {SEED}")
+    numbers = random.Random(SEED)
+    a, b = links(kind)
+    x = torch.arange(60_000, dtype=torch.int32)
+    taken: list[int] = []
+    for number in range(1, 41):
+        a.send(Kind.CALL, number, b"m" * numbers.randrange(2000), later=True)
+        if number % 8 == 0:
+            sending = threading.Thread(
+                target=a.send, args=(Kind.CALL, 1000 + number, b"", [view(x)], b"", [x])
+            )
+            sending.start()
+            part = bytearray(numbers.randrange(1, 200_000))
+            got = 0
+            # Bytes that reach this end and are lost with the connection.
+            while got < len(part):
+                count = b.stream.recv_into(memoryview(part)[got:])
+                if count <= 0:
+                    break
+                got += count
+            reconnect(a, b, kind)
+            sending.join()
+            while a.session.kept_frames and len(taken) < number + number // 8:
+                taken.append(receive(b).call_id)
+    a.flush()
+    while len(taken) < 45:
+        taken.append(receive(b).call_id)
+    expected = []
+    for number in range(1, 41):
+        expected += [number] if number % 8 else [number, 1000 + number]
+    assert taken == expected
+    assert b.receive() is None
+
+
+def test_what_was_taken_before_the_break_is_not_taken_again() -> None:
+    a, b = links()
+    for number in range(10):
+        a.send(Kind.CALL, number)
+    assert [receive(b).call_id for _ in range(6)] == list(range(6))
+    reconnect(a, b)
+    assert [receive(b).call_id for _ in range(4)] == [6, 7, 8, 9]
+    assert b.receive() is None
+
+
+def test_both_ends_may_have_more_to_send_again_than_a_connection_holds() -> None:
+    a, b = links()
+    x = torch.arange(1 << 21, dtype=torch.int32)
+    for link in (a, b):
+        link.mark_broken()
+        for number in range(3):
+            link.send(Kind.CALL, number, b"", [view(x)], b"", [x])
+    reconnect(a, b)
+    with ThreadPoolExecutor(2) as pool:
+        taken = pool.map(lambda link: [receive(link).call_id for _ in range(3)], (a, b))
+        assert list(taken) == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_sending_on_a_broken_link_waits_in_the_queue() -> None:
+    a, b = links()
+    a.mark_broken()
+    for number in range(5):
+        a.send(Kind.CALL, number)
+    reconnect(a, b)
+    assert [receive(b).call_id for _ in range(5)] == list(range(5))
+
+
+def test_a_reader_is_told_of_the_break_and_a_writer_is_not() -> None:
+    a, b = links()
+    b.stream.close()
+    with pytest.raises(LinkBroken):
+        receive(a)
+    a.send(Kind.CALL, 1)
+    assert a.broken
+
+
+def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else() -> None:
+    a, b = links()
+    x = torch.zeros(LARGE, dtype=torch.uint8)
+    sending = threading.Thread(target=a.send, args=(Kind.CALL, 1, b"", [view(x)], b"", [x]))
+    sending.start()
+    part = bytearray(1000)
+    b.stream.recv_into(memoryview(part))
+    a.mark_broken()
+    sending.join(10)
+    x.add_(1)
+    with pytest.raises(SessionError, match="changed in place"):
+        a.resume(streams()[0], 0)
+
+
+def test_resuming_where_nothing_is_kept_any_more_is_refused() -> None:
+    a, b = links()
+    a.send(Kind.CALL, 1)
+    receive(b)
+    b.send(Kind.REPLY, 1)
+    receive(a)
+    a.mark_broken()
+    with pytest.raises(SessionError, match="can be resumed"):
+        a.resume(streams()[0], 0)
+
+
+def test_what_was_acknowledged_is_kept_no_longer() -> None:
+    a, b = links()
+    for number in range(2000):
+        a.send(Kind.CALL, number)
+        receive(b)
+        if b.has_unwritten:
+            b.flush()
+            assert a.receive() is None
+    assert a.session.kept_frames < 600
+
+
+# Ending.
+
+
+def test_a_closed_link_refuses_to_send() -> None:
+    a, _ = links()
+    a.close()
+    with pytest.raises(LinkClosed):
+        a.send(Kind.CALL, 1)
+
+
+def test_closing_frees_a_writer_that_waits_for_room() -> None:
+    a, _ = links()
+    x = torch.zeros(1 << 23, dtype=torch.uint8)
+    sending = threading.Thread(target=a.send, args=(Kind.CALL, 1, b"", [view(x)]))
+    sending.start()
+    time.sleep(0.05)
+    assert sending.is_alive()
+    a.close()
+    sending.join(5)
+    assert not sending.is_alive()
+
+
+def test_a_send_returns_at_its_deadline_and_the_frame_arrives_as_it_was() -> None:
+    """The writer and those who wait behind it: all are let go, and none may spoil its frame."""
+    a, b = links()
+    tensors = [torch.full((1 << 22,), number, dtype=torch.uint8) for number in range(4)]
+
+    def send(number: int) -> float:
+        started = time.monotonic()
+        deadline = started + 0.3
+        a.send(Kind.CALL, number, b"", [view(tensors[number])], deadline=deadline)
+        tensors[number].fill_(99)
+        return time.monotonic() - started
+
+    with ThreadPoolExecutor(4) as pool:
+        seconds = list(pool.map(send, range(4)))
+    assert all(0.2 < each < 3 for each in seconds), seconds
+    assert a.has_unwritten
+    flushing = threading.Thread(target=a.flush)
+    flushing.start()
+    frames = [receive(b) for _ in range(4)]
+    flushing.join(10)
+    for frame in frames:
+        buffer = np.frombuffer(frame.buffers[0], np.uint8)  # type: ignore[arg-type]
+        assert (buffer == frame.call_id).all()
+
+
+# What is not ours.
+
+BAD = {
+    "unknown kind": HEADER.pack(77, 0, 0, 0, 0, 0, 0, 1, 0, 1),
+    "oversized frame": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 0, 1 << 50, 1, 0, 1),
+    "oversized metadata": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 1 << 31, 1 << 32, 1, 0, 1),
+    "too many rows": HEADER.pack(Kind.CALL, 0, 0, 1 << 31, 0, 0, 1 << 36, 1, 0, 1),
+    "parts longer than frame": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 9, 3, 1, 0, 1) + b"abc",
+    "frame longer than parts": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 1, 3, 1, 0, 1) + b"abc",
+    "gap": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 0, 0, 5, 0, 1),
+    "acknowledges the future": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 0, 0, 1, 5, 1),
+    "gives back what was not lent": HEADER.pack(Kind.CALL, 0, 0, 0, 1, 0, 8, 1, 0, 1) + bytes(8),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_a_bad_frame_is_refused_before_anything_is_allocated(name: str) -> None:
+    near, far = socket.socketpair()
+    link = Link(PlainStream(far), limits=FrameLimits(1 << 40, 1 << 30, 1 << 20))
+    near.sendall(BAD[name])
+    with pytest.raises(CodecError):
+        receive(link)
+
+
+def test_random_bytes_never_pass_for_more_than_frames() -> None:
+    print(f"seed {SEED}")
+    numbers = random.Random(SEED)
+    limits = FrameLimits(1 << 20, 1 << 16, 64)
+    for _ in range(300):
+        near, far = socket.socketpair()
+        stream = PlainStream(far)
+        stream.set_receive_timeout(0.01)
+        link = Link(stream, limits=limits)
+        data = bytearray(numbers.randbytes(numbers.randrange(1, 300)))
+        if numbers.random() < 0.7:
+            # A header that is nearly right gets further.
+            head = bytearray(HEADER.pack(Kind.CALL, 0, 2, 1, 0, 4, 40, 1, 0, 1))
+            head[numbers.randrange(HEADER_SIZE)] = numbers.randrange(256)
+            data = head + data
+        near.sendall(data)
+        near.close()
+        with pytest.raises((CodecError, LinkBroken)):
+            receive_for_ever(link)
+
+
+def receive_for_ever(link: Link) -> None:
+    while True:
+        link.receive()

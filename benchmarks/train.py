@@ -1,13 +1,14 @@
 """Training steps: telegrad beside stock torch RPC. Run it as `python -m benchmarks.train`.
 
 A model is on one worker, or in two halves on two; a step is forward, loss, backward, optimizer. The
-same step is made in the driver's process alone, and what a step over workers costs more is the
-overhead. With two parts the activation goes straight from worker to worker, for both peers.
+same step is made in the driver's process alone, in turn with the other, and what a step over
+workers takes longer than the local one beside it is the overhead; its ratio is to stock's overhead.
+With two parts the activation goes straight from worker to worker, for both peers.
 """
 
 from __future__ import annotations
 
-import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.peers import Peer, Samples, compare, sample
+from benchmarks.peers import Peer, Samples, compare
 
 CLASSES = 10
 RATE = 0.01
-SECONDS = 1.5
+SECONDS = 2.0
+WARM_UP = 20
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,33 @@ def measure(peer: Peer) -> Samples:
     samples: Samples = {}
     for name, size in SIZES.items():
         x, y = torch.randn(size.batch, size.width), torch.randint(CLASSES, (size.batch,))
-        local = sample(_local_step(size, x, y), SECONDS)
-        samples[f"{name}, in one process"] = local
+        alone = _local_step(size, x, y)
         for parts in (1, 2):
+            spread = _remote_step(peer, size, parts, x, y)
+            pairs = _in_turn(alone, spread)
             case = f"{name}, {parts} remote part" + ("s" if parts > 1 else "")
-            remote = sample(_remote_step(peer, size, parts, x, y), SECONDS)
-            samples[case] = remote
-            alone = statistics.median(local)
-            samples[f"{case}: overhead"] = [time - alone for time in remote]
+            samples.setdefault(f"{name}, in one process", []).extend(a for a, _ in pairs)
+            samples[case] = [b for _, b in pairs]
+            samples[f"{case}: overhead"] = [b - a for a, b in pairs]
     return samples
+
+
+def _in_turn(one: Callable[[], None], other: Callable[[], None]) -> list[tuple[float, float]]:
+    """Times of both, each pair of them taken at the same moment of a noisy machine."""
+    for _ in range(WARM_UP):
+        one()
+        other()
+    pairs: list[tuple[float, float]] = []
+    until = time.perf_counter() + SECONDS
+    while time.perf_counter() < until or len(pairs) < 5:
+        pairs.append((_timed(one), _timed(other)))
+    return pairs
+
+
+def _timed(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def _local_step(size: Size, x: Tensor, y: Tensor) -> Callable[[], None]:

@@ -49,7 +49,7 @@ class CartPoles:
 
     def push(self, right: Tensor) -> Tensor:
         """Move on by 20 ms. Which poles fell; their carts begin anew."""
-        x, speed, angle, turning = self.state.unbind(dim=1)
+        _, speed, angle, turning = self.state.unbind(dim=1)
         sine, cosine = angle.sin(), angle.cos()
         pull = (right * 20.0 - 10.0 + 0.05 * turning.square() * sine) / 1.1
         turn = (9.8 * sine - cosine * pull) / (0.5 * (4 / 3 - 0.1 * cosine.square() / 1.1))
@@ -128,7 +128,9 @@ class Learner(nn.Module):
         ratio = (chance - lived.probability).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
         entropy = -(scores.exp() * scores).sum(dim=-1).mean()
-        return -gain.mean() + 0.01 * (values[:-1] - aims).square().mean() - 0.01 * entropy
+        error = (values[:-1] - aims).square().mean()
+        loss: Tensor = -gain.mean() + 0.01 * error - 0.01 * entropy
+        return loss
 
 
 def _advantages(values: Tensor, fell: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from twins import Outcome, options, sample, seeded, show, train
 import telegrad
 from telegrad import autograd
 from telegrad.demo import load_digits
-from telegrad.nn import RemoteModule
+from telegrad.nn import Lazy, RemoteModule
 from telegrad.optim import DistributedOptimizer
 
 PIXELS, NOISE, WIDTH = 64, 16, 64
@@ -80,7 +80,8 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
 
 def critic_loss(critic: Net, real: Tensor, fake: Tensor, slopes: Tensor) -> Tensor:
     penalty = (slopes.norm(dim=1) - 1).square().mean()
-    return critic(fake).mean() - critic(real).mean() + PENALTY * penalty
+    loss: Tensor = critic(fake).mean() - critic(real).mean() + PENALTY * penalty
+    return loss
 
 
 def train_job(steps: int, seed: int) -> Outcome:
@@ -91,7 +92,7 @@ def train_job(steps: int, seed: int) -> Outcome:
     theirs = DistributedOptimizer(torch.optim.Adam, [front, back], lr=RATE, betas=BETAS)
     draws = Draws(seed)
 
-    def critic(images: Tensor) -> Tensor:
+    def critic(images: Tensor | Lazy[Tensor]) -> Tensor:
         verdict: Tensor = back(front.lazy(images))
         return verdict
 
@@ -126,7 +127,9 @@ def train_job(steps: int, seed: int) -> Outcome:
 
 def train_twin(steps: int, seed: int) -> Outcome:
     generator = seeded(seed, build_generator)
-    critic = nn.Sequential(seeded(seed + 1, build_critic_front), seeded(seed + 2, build_critic_back))
+    critic = nn.Sequential(
+        seeded(seed + 1, build_critic_front), seeded(seed + 2, build_critic_back)
+    )
     ours = torch.optim.Adam(generator.parameters(), lr=RATE, betas=BETAS)
     theirs = torch.optim.Adam(critic.parameters(), lr=RATE, betas=BETAS)
     draws = Draws(seed)

@@ -10,11 +10,12 @@ started again and goes on from the last checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ MOST_RESTARTS = 3
 # What the driver sees of a lost worker depends on what it was doing when the worker died.
 LOSSES = (rpc.WorkerLost, rpc.ReferenceLost, autograd.PassFailed, StepFailed, CheckpointError)
 
-Weights = dict[str, Tensor]
+Weights = Mapping[str, Tensor]
 
 
 class Shard(nn.Module):
@@ -69,13 +70,13 @@ class Trainer:
 
     def loss(self, step: int, weights: Weights) -> Tensor:
         rows = sample(self._seed, step, BATCH, len(self._images))
-        guesses = functional_call(self._model, weights, (self._images[rows],))
+        guesses = functional_call(self._model, dict(weights), (self._images[rows],))
         return cross_entropy(guesses, self._labels[rows])
 
 
 def build_model() -> nn.Sequential:
     layers: list[nn.Module] = []
-    for width, next_width in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for width, next_width in itertools.pairwise(WIDTHS):
         layers += [nn.Linear(width, next_width), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -94,7 +95,7 @@ def shares(data: Digits, trainers: int, seed: int) -> list[tuple[Tensor, Tensor,
 
 def accuracy(weights: Weights, data: Digits) -> float:
     with torch.no_grad():
-        guesses = functional_call(build_model(), weights, (data.test,)).argmax(dim=1)
+        guesses: Tensor = functional_call(build_model(), dict(weights), (data.test,)).argmax(dim=1)
     return (guesses == data.test_labels).float().mean().item()
 
 
@@ -140,9 +141,7 @@ def train_job(
     }
     trainers = [
         rpc.remote(name, Trainer, args=share)
-        for name, share in zip(
-            trainer_names, shares(data, len(trainer_names), seed), strict=True
-        )
+        for name, share in zip(trainer_names, shares(data, len(trainer_names), seed), strict=True)
     ]
     optimizer = DistributedOptimizer(torch.optim.Adam, servers.values(), lr=RATE)
     contents = {**servers, "optimizer": optimizer}

@@ -86,9 +86,7 @@ def train_job(owner_names: list[str], steps: int, seed: int) -> Outcome:
 
 
 def train_twin(count: int, steps: int, seed: int) -> Outcome:
-    owners = nn.ModuleList(
-        [seeded(seed + number, Owner, number, count) for number in range(count)]
-    )
+    owners = nn.ModuleList([seeded(seed + number, Owner, number, count) for number in range(count)])
     head, truth = seeded(seed + count, build_head, count), diagnoses()
     optimizer = torch.optim.Adam([*owners.parameters(), *head.parameters()], lr=RATE)
 

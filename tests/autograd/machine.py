@@ -137,9 +137,13 @@ class Machine:
             case Operation():
                 self._operate(step)
 
+    # A hook that knew the machine would make a circle through torch, which nothing collects.
+
     def _hook(self, number: int, effect: str) -> Callable[[Tensor | None], Tensor | None]:
+        calls = self.hook_calls
+
         def hook(gradient: Tensor | None) -> Tensor | None:
-            self.hook_calls.append((number, plain(gradient)))
+            calls.append((number, plain(gradient)))
             if gradient is None or effect == "look":
                 return None
             return gradient.clamp(-1, 1) * 1.5 if effect == "clamp" else gradient * 2
@@ -147,12 +151,14 @@ class Machine:
         return hook
 
     def _hook_leaf(self, leaf: Tensor, number: int, after_accumulation: bool) -> None:
+        calls = self.hook_calls
+
         def before(gradient: Tensor | None) -> Tensor | None:
-            self.hook_calls.append((number, plain(gradient)))
+            calls.append((number, plain(gradient)))
             return None if gradient is None else gradient * 0.5
 
         def after(leaf: Tensor) -> None:
-            self.hook_calls.append((number, plain(leaf.grad)))
+            calls.append((number, plain(leaf.grad)))
 
         if after_accumulation:
             leaf.register_post_accumulate_grad_hook(after)

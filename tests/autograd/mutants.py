@@ -90,8 +90,8 @@ MUTANTS = (
     Mutant(
         "leaves with both kinds of hooks are not held back",
         "local.py",
-        "if torch_private.tensor_hooks(leaf.variable) and self._for_real(leaf)",
-        "if False",
+        "        return set(accumulating_for_real(hooked)) if hooked else set()\n",
+        "        return set()\n",
     ),
     Mutant(
         "late messages are not answered",

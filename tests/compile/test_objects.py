@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from telegrad import rpc
-from telegrad.compile import guard_process_groups
-from telegrad.compile import torch_private
+from telegrad.compile import guard_process_groups, torch_private
 from telegrad.rpc import WorkerInfo
 from tests.compile.checks import compiled
 

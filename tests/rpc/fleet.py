@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -116,6 +117,9 @@ class Process:
     def __init__(self, commands: Connection, stderr: int) -> None:
         self._commands = commands
         self.pid: int = commands.recv()
+        # Numbers of processes are used again soon: this one stays its own, also after its end.
+        self._descriptor = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self._descriptor)
         self.errors = ""
         self._answers: list[Future[Any]] = []
         self._lock = threading.Lock()
@@ -149,12 +153,12 @@ class Process:
         return self.errors
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> None:
         """End it as the kernel ends a process that took too much memory."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            self.signal(signal.SIGKILL)
         self._reader.join(10)
 
     def end(self) -> str:

@@ -60,7 +60,7 @@ def answer_to(address: str, data: bytes) -> bytes:
             while chunk := sock.recv(4096):
                 said += chunk
             return said
-        except ConnectionError:
+        except OSError:
             return b""
 
 

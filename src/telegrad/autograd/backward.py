@@ -173,7 +173,7 @@ class Part:
     def report(self) -> list[Post]:
         """Acknowledge the parent if this part has ended."""
         parent = self._parent
-        if parent is None or self._unacknowledged or not self.complete or self.failure is not None:
+        if parent is None or not self.ended or self.failure is not None:
             return []
         self._parent = None
         return [Post(parent, Ack())]

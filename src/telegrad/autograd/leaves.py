@@ -15,7 +15,7 @@ out; that is why other leaves do not go this way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from torch.autograd.graph import GradientEdge
 from telegrad.autograd import torch_private
 
 _grad_slots = threading.RLock()
+_STRIDED = torch.strided
+_HAS_PROCESS_GROUPS = torch.distributed.is_available()
 
 
 def add(a: Tensor | None, b: Tensor) -> Tensor:
@@ -42,15 +44,15 @@ def own(gradient: Tensor, taken: set[int]) -> Tensor:
     As in torch's own accumulation, a gradient that fills its memory densely is kept as it is.
     `taken` has the gradients that already belong to another leaf: `a + b` gives both the same.
     """
-    if id(gradient) in taken or torch_private.owners(gradient) > 1 or not _dense(gradient):
+    if id(gradient) in taken or torch_private.owners(gradient) > 1:
+        return gradient.clone()
+    if gradient.layout is _STRIDED and not gradient.is_contiguous() and not _dense(gradient):
         return gradient.clone()
     taken.add(id(gradient))
     return gradient
 
 
 def _dense(gradient: Tensor) -> bool:
-    if gradient.layout is not torch.strided or gradient.is_contiguous():
-        return True
     fills_storage = gradient.untyped_storage().nbytes() == gradient.nbytes
     return fills_storage and 0 not in gradient.stride()
 
@@ -83,15 +85,16 @@ class Gradients:
         for leaf, gradient in self._found or self._leaves():
             total[leaf] = add(total.get(leaf), gradient)
 
-    def settle(self, for_real: Callable[[Any], bool], create_graph: bool) -> None:
+    def settle(self, create_graph: bool) -> None:
         """The pass has found all there is: make the sums its own, run what hangs on leaves."""
         by_node = self._by_node
         if not create_graph:
             taken: set[int] = set()
             for node, gradient in by_node.items():
                 by_node[node] = own(gradient, taken)
-        nodes = {node.variable: node for node in by_node if for_real(node)}
-        if nodes:
+        accumulators = accumulating_for_real(by_node)
+        if accumulators:
+            nodes = {node.variable: node for node in accumulators}
             sums = {leaf: by_node.pop(node) for leaf, node in nodes.items()}
             self._found = list(_accumulate(nodes, sums, create_graph).items())
         self._found += self._leaves()
@@ -101,17 +104,11 @@ class Gradients:
         return [(node.variable, gradient) for node, gradient in self._by_node.items()]
 
 
-def accumulates_for_real() -> Callable[[Any], bool]:
-    """Asked of an accumulator: does anything hang on it that must see a real accumulation?"""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return lambda _: True
-    return _has_visible_hooks
-
-
-def _has_visible_hooks(node: Any) -> bool:
-    if torch_private.post_accumulate_hooks(node.variable):
-        return True
-    return torch_private.accumulator_hooks(node)
+def accumulating_for_real(accumulators: Collection[Any]) -> list[Any]:
+    """Those on which something hangs that must see a real accumulation."""
+    if _HAS_PROCESS_GROUPS and torch.distributed.is_initialized():
+        return list(accumulators)
+    return torch_private.hooked_accumulators(accumulators)
 
 
 def _accumulate(

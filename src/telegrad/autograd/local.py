@@ -34,13 +34,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd import torch_private
 from telegrad.autograd.crossing import anchor, engine_thread
 from telegrad.autograd.enclosed import Enclosure, leaves_of
 from telegrad.autograd.errors import AutogradError
-from telegrad.autograd.leaves import Gradients, accumulates_for_real, add
+from telegrad.autograd.leaves import Gradients, accumulating_for_real, add
 from telegrad.autograd.plan import (
     ROOTS,
     Edge,
@@ -83,6 +82,26 @@ class Outlet(Protocol):
 class Run:
     """One pass over one worker's graph. Driven by one thread at a time."""
 
+    __slots__ = (
+        "_answered",
+        "_captured",
+        "_closed",
+        "_create",
+        "_current",
+        "_enclosing",
+        "_fired",
+        "_groups",
+        "_left_tasks",
+        "_nodes",
+        "_open",
+        "_outlet",
+        "_recv_counts",
+        "_retain",
+        "_stirred",
+        "gradients",
+        "sources",
+    )
+
     def __init__(
         self,
         sources: Sequence[Source],
@@ -99,11 +118,14 @@ class Run:
         self._recv_counts = recv_counts
         self._retain = retain_graph or create_graph
         self._create = create_graph
-        self._for_real = accumulates_for_real()
-        self._enclosing = leaves_of(enclosures)
+        self._enclosing = leaves_of(enclosures) if enclosures else {}
         self._groups, self._nodes = form_groups(sources, self._enclosing)
         self._open = len(self._groups)
-        self._stirred = dict.fromkeys(g for g in self._groups if g.mask_of(State.GRADIENT))
+        self._stirred: dict[Group, None] = {}
+        for source in sources:
+            if source.state is State.GRADIENT:
+                assert source.group is not None
+                self._stirred[source.group] = None
         self._current: Group | None = None
         self._fired: dict[int, dict[int, Tensor | None]] = {}
         self._answered: set[int] = set()
@@ -144,33 +166,46 @@ class Run:
         """Run all that can run now. Only groups of which a source was resolved are looked at."""
         while self._stirred:
             group, _ = self._stirred.popitem()
+            if len(group.sources) == 1:
+                self._step_alone(group, group.sources[0])
+                continue
             self._settle_absent_sources(group)
             while self._runnable(group):
                 self._run(group)
-        self._drop_tasks()
+        if self._left_tasks:
+            self._drop_tasks()
+
+    def _step_alone(self, group: Group, source: Source) -> None:
+        """Most groups have one source, and all is said with what it has come to."""
+        if source.state is State.GRADIENT:
+            while not group.done:
+                self._run(group)
+        elif source.state is State.ABSENT and not group.done:
+            self._finish(group)
 
     def settle(self) -> None:
         """All groups are done: let the hooks of leaves see the sums."""
-        self.gradients.settle(self._for_real, self._create)
+        self.gradients.settle(self._create)
 
     def close(self) -> None:
         """Break every cycle: activations must go when they are last used, not with the gc."""
         self._closed = True
         for group in self._groups:
-            self._drop_stages(group)
+            if group.stages is not None:
+                self._drop_stages(group)
             group.sources, group.leaves, group.recvs = [], {}, []
         for source in self.sources.values():
             source.group = source.node = None
             source.edges, source.gradients = (), ()
         self._groups, self._nodes, self._current, self._stirred = [], {}, None, {}
         self._fired, self._captured = {}, []
-        self._drop_tasks()
+        if self._left_tasks:
+            self._drop_tasks()
 
     def _drop_tasks(self) -> None:
         """What a call that did not end left in the queue of this thread holds the graph."""
-        if self._left_tasks:
-            self._left_tasks = False
-            torch_private.drop_queued_tasks()
+        self._left_tasks = False
+        torch_private.drop_queued_tasks()
 
     # Called by nodes, from inside the engine.
 
@@ -199,18 +234,25 @@ class Run:
 
     def fire(self, message: int, index: int, gradient: Tensor | None) -> None:
         """The gradient of one arrived tensor is complete; a message answers for all of its own."""
-        fired = self._fired.setdefault(message, {})
-        assert index not in fired, "a recv ran twice"
-        fired[index] = gradient
-        if len(fired) < self._recv_counts[message]:
-            return
-        del self._fired[message]
-        self._answered.add(message)
-        gradients = [fired[i] for i in range(len(fired))]
-        if any(g is not None for g in gradients):
-            self._outlet.gradient(message, gradients)
+        gradients: Sequence[Tensor | None]
+        count = self._recv_counts[message]
+        if count == 1:
+            assert message not in self._answered, "a recv ran twice"
+            gradients = (gradient,)
         else:
-            self._outlet.absent(message)
+            fired = self._fired.setdefault(message, {})
+            assert index not in fired, "a recv ran twice"
+            fired[index] = gradient
+            if len(fired) < count:
+                return
+            del self._fired[message]
+            gradients = [fired[i] for i in range(count)]
+        self._answered.add(message)
+        for each in gradients:
+            if each is not None:
+                self._outlet.gradient(message, gradients)
+                return
+        self._outlet.absent(message)
 
     def pass_gate(self) -> None:
         """Let the leaves go if this call is the last one of its group."""
@@ -229,6 +271,8 @@ class Run:
             self.fire(message, index, None)
 
     def _answer_unreached(self) -> None:
+        if not self._recv_counts:
+            return
         reached = {(r.message, r.index) for group in self._groups for r in group.recvs}
         for message, count in self._recv_counts.items():
             for index in range(count):
@@ -286,11 +330,8 @@ class Run:
 
     def _held_leaves(self, group: Group) -> set[Any]:
         """Leaves whose hooks run when the sum is accumulated for real, and must not run before."""
-        return {
-            leaf
-            for leaf in group.leaves
-            if torch_private.tensor_hooks(leaf.variable) and self._for_real(leaf)
-        }
+        hooked = torch_private.hooked_leaves(group.leaves)
+        return set(accumulating_for_real(hooked)) if hooked else set()
 
     def _run_whole(self, group: Group) -> None:
         """The common case: all is there, nothing was cut."""
@@ -298,12 +339,13 @@ class Run:
         sums: list[tuple[Any, Tensor]] = []
         for source in group.sources:
             for edge, gradient in source.weighted_edges():
-                if self._summed_here(edge[0], ()):
-                    sums.append((edge[0], gradient))
+                node = edge[0]
+                if type(node) is LeafNode and not torch_private.tensor_hooks(node.variable):
+                    sums.append((node, gradient))
                 else:
                     roots.append((edge, gradient))
         leaves = list(group.leaves)
-        self._deliver(leaves, self._call(roots, leaves, group) if roots else [], sums)
+        self._deliver(leaves, self._call(roots, leaves, group) if roots else (), sums)
         self._finish(group)
 
     def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:
@@ -386,17 +428,17 @@ class Run:
     ) -> Sequence[Tensor | None]:
         if not leaves and not group.recvs:
             return []
-        inputs: list[Any] = [GradientEdge(leaf, 0) for leaf in leaves]
         # The engine runs only what leads to an input.
-        inputs += [GradientEdge(leaf, 0) for leaf in self._enclosing if leaf in self._nodes]
-        if group.recvs:
-            inputs.append(anchor())
+        ends = leaves
+        if self._enclosing:
+            ends = [*leaves, *[leaf for leaf in self._enclosing if leaf in self._nodes]]
+        inputs = (anchor(),) if group.recvs else ()
         previous = engine_thread.running
         engine_thread.running = self
         self._left_tasks = True
         try:
             results = torch_private.run_engine(
-                roots, inputs, retain_graph=self._retain, create_graph=self._create
+                roots, ends, inputs, retain_graph=self._retain, create_graph=self._create
             )
         except RuntimeError as error:
             _explain_reentrant_checkpoint(error)
@@ -443,14 +485,16 @@ class Run:
         group.done = True
         self._open -= 1
         for recv in group.recvs:
-            self._fire_absent(recv)
-        self._drop_stages(group)
+            if recv.message not in self._answered:
+                self._fire_absent(recv)
+        if group.stages is not None:
+            self._drop_stages(group)
 
     def _drop_stages(self, group: Group) -> None:
-        if group.stages is not None:
-            for handle in group.stages.handles:
-                handle.remove()
-            group.stages = None
+        assert group.stages is not None
+        for handle in group.stages.handles:
+            handle.remove()
+        group.stages = None
 
 
 def _explain_reentrant_checkpoint(error: RuntimeError) -> None:

@@ -166,12 +166,17 @@ def form_groups(
                     parent[find(k)] = find(owner[leaf])
     groups: dict[int, Group] = {}
     for k, source in enumerate(sources):
-        group = groups.setdefault(find(k), Group())
+        first = k if parent[k] == k else find(k)
+        group = groups.get(first)
+        leaves, recvs = reached[k]
+        if group is None:
+            group = groups[first] = Group([source], leaves, recvs)
+        else:
+            group.sources.append(source)
+            group.leaves.update(leaves)
+            group.recvs += recvs
         source.group = group
-        source.bit = 1 << len(group.sources)
-        group.sources.append(source)
-        group.leaves.update(reached[k][0])
-        group.recvs += reached[k][1]
+        source.bit = 1 << len(group.sources) - 1
     return list(groups.values()), owner
 
 

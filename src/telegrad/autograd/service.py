@@ -204,8 +204,9 @@ class Autograd:
 
     def post(self, context: Context, pass_id: int, post: Post) -> None:
         message = post.message
-        records = type(message) is Gradient and message.options.create_graph
-        scope = context.recording if records else None
+        scope = None
+        if type(message) is Gradient and message.options.create_graph:
+            scope = context.recording
         self.node.post(post.to, TOPIC_PASS, encode(context.id, pass_id, message), scope)
 
     def counts(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ that says what changed, instead of giving wrong gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from typing import Any
 
@@ -28,6 +28,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _compiled_autograd = torch._C._dynamo.compiled_autograd
+
+_new_edge: Any = tuple.__new__
+"""Makes a `GradientEdge` without the Python function that named tuples have for it."""
 
 FIRST = 1 << 62
 """A sequence number above every other: the node runs the moment that it is ready."""
@@ -59,6 +62,11 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., torch.Tens
 def tensor_hooks(leaf: torch.Tensor) -> bool:
     """Does `leaf` carry hooks made by `Tensor.register_hook`?"""
     return bool(leaf._backward_hooks)
+
+
+def hooked_leaves(accumulators: Iterable[Any]) -> list[Any]:
+    """The accumulators of leaves that carry hooks made by `Tensor.register_hook`."""
+    return [node for node in accumulators if node.variable._backward_hooks]
 
 
 def post_accumulate_hooks(leaf: torch.Tensor) -> bool:
@@ -124,6 +132,16 @@ def accumulator_hooks(accumulator: Node) -> bool:
     return False
 
 
+def hooked_accumulators(accumulators: Iterable[Any]) -> list[Any]:
+    """Those on which hooks hang that torch calls when it accumulates, as far as Python sees."""
+    return [
+        node
+        for node in accumulators
+        if getattr(node.variable, "_post_accumulate_grad_hooks", None)
+        or (node_hooks.ever and accumulator_hooks(node))
+    ]
+
+
 class eager_engine:
     """Run the engine itself, on this thread, for all devices.
 
@@ -147,12 +165,14 @@ class eager_engine:
 
 def run_engine(
     roots: Sequence[tuple[tuple[Node, int], torch.Tensor]],
-    inputs: Sequence[GradientEdge | torch.Tensor],
+    leaves: Sequence[Node],
+    inputs: Sequence[torch.Tensor] = (),
     *,
     retain_graph: bool,
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` from edges with known gradients, on this thread.
+    """`torch.autograd.grad` from edges with known gradients, on this thread, for leaves given by
+    their accumulators and for other inputs.
 
     The public function checks shapes again and looks for functorch and tensor subclasses; that
     costs as much as a small graph. The engine itself refuses gradients that do not fit.
@@ -160,11 +180,11 @@ def run_engine(
     with eager_engine():
         torch._C._stash_obj_in_tls("context", copy_context())
         results: tuple[torch.Tensor | None, ...] = _engine.run_backward(
-            tuple([GradientEdge(node, index) for (node, index), _ in roots]),
+            tuple([_new_edge(GradientEdge, (*edge, None)) for edge, _ in roots]),
             tuple([gradient for _, gradient in roots]),
             retain_graph,
             create_graph,
-            tuple(inputs),
+            (*[_new_edge(GradientEdge, (leaf, 0, None)) for leaf in leaves], *inputs),
             allow_unreachable=True,
             accumulate_grad=False,
         )

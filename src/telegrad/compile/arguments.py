@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.compile.handles import MadeRRef
+from telegrad.compile.handles import MadeRRef, constant
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.worker import WorkerInfo
 
@@ -75,7 +75,7 @@ def split(value: Any, found: Split) -> Template:
 
 def reference_of(rref: RRef[Any]) -> tuple[int, ...]:
     """The numbers by which a reference is known. Inlined by Dynamo, which guards each of them."""
-    return (*rref._reference, *rref._handle)
+    return tuple([constant(number) for number in (*rref._reference, *rref._handle)])
 
 
 def join(

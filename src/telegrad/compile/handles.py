@@ -89,8 +89,12 @@ def home_of(rref: Any) -> str | int:
     """The worker that owns a reference of either kind. Inlined by Dynamo."""
     if isinstance(rref, MadeRRef):
         return rref.worker
-    owner: int = rref._reference.owner
-    return owner
+    return constant(rref._reference.owner)
+
+
+def constant(number: int) -> int:
+    """A number that Dynamo must guard, not turn into a symbol: an element of a set is hashed."""
+    return next(iter({number}))
 
 
 def to_here(rref: Any, timeout: float | None = None) -> Any:

@@ -36,8 +36,8 @@ from torch import Tensor
 from telegrad.compile import calls, passes, torch_private
 from telegrad.compile.arguments import join
 from telegrad.compile.calls import Call, new_token, record_of
-from telegrad.compile.references import Borrowed, real_reference
 from telegrad.compile.owner import take_apart
+from telegrad.compile.references import Borrowed, real_reference
 from telegrad.compile.shapes import note_result, outputs_of
 from telegrad.compile.sites import Site, site
 from telegrad.rpc.errors import TelegradError
@@ -45,7 +45,7 @@ from telegrad.rpc.futures import begin_async
 from telegrad.rpc.node import current_node
 from telegrad.rpc.rref import remote_reference
 
-_library = torch.library.Library("telegrad", "DEF")  # noqa: TOR901
+_library: Any = torch.library.Library("telegrad", "DEF")  # type: ignore[no-untyped-call]
 
 _CALL = "str key, Tensor[] tensors, SymInt[] ints, bool[] needs, Tensor anchor"
 _ORDER = "Tensor context, Tensor order"
@@ -91,7 +91,8 @@ def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Any]:
-    return torch.library.register_fake(f"telegrad::{name}", lib=_library)
+    register: Any = torch.library.register_fake(f"telegrad::{name}", lib=_library)
+    return register  # type: ignore[no-any-return]
 
 
 # Forward.
@@ -119,7 +120,8 @@ def issue(
         args, kwargs = _arguments(where, leaving, ints)
         return begin_async(node, where.worker, where.function, args, kwargs, where.timeout)
 
-    call, call.future = _begin(where, tensors, needs, anchor, context, record, send)
+    call, future = _begin(where, tensors, needs, anchor, context, record, send)
+    call.future = future
     return new_token(call), _order()
 
 
@@ -182,11 +184,10 @@ def remote(
 
     def send(leaving: list[Tensor]) -> Any:
         args, kwargs = _arguments(where, leaving, ints)
-        return remote_reference(
-            node, where.worker, where.function, args, kwargs, where.timeout
-        )
+        return remote_reference(node, where.worker, where.function, args, kwargs, where.timeout)
 
-    call, call.reference = _begin(where, tensors, needs, anchor, context, record, send)
+    call, reference = _begin(where, tensors, needs, anchor, context, record, send)
+    call.reference = reference
     outputs = outputs_of(node, where, shapes, ints, needs, _no_unknown)
     return new_token(call), [_phantom(output) for output in outputs], _order()
 
@@ -243,7 +244,9 @@ def _gradients(
             gradient = found.get(place)
             if gradient is None:
                 gradient = torch.zeros(shape, dtype=dtype)
-            gradients.append(gradient.to_dense().contiguous() if gradient.is_sparse else gradient.contiguous())
+            gradients.append(
+                gradient.to_dense().contiguous() if gradient.is_sparse else gradient.contiguous()
+            )
     return [*gradients, torch.zeros(())]
 
 

@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from telegrad.compile.arguments import Template, join
 from telegrad.compile.expressions import Formula
 from telegrad.compile.nested import NodeOfFakes
 from telegrad.rpc.errors import TelegradError
-from telegrad.rpc.node import current_node, find_thread_node, set_thread_node
+from telegrad.rpc.node import Node, current_node, find_thread_node, set_thread_node
 from telegrad.rpc.references import ReferenceId
 from telegrad.rpc.worker import WorkerInfo
 
@@ -131,7 +131,9 @@ def infer(
         fakes.tensor(place, s.dtype, s.sizes, s.dynamic, s.device, s.needs_gradient)
         for place, s in enumerate(tensors)
     ]
-    numbers = [fakes.integer(place, s.value) if s.dynamic else s.value for place, s in enumerate(ints)]
+    numbers = [
+        fakes.integer(place, s.value) if s.dynamic else s.value for place, s in enumerate(ints)
+    ]
 
     def reference(numbers: tuple[int, ...]) -> FakeRRef:
         owner = node.members.member(numbers[0]).info
@@ -156,7 +158,7 @@ def infer(
 @contextmanager
 def _calls_answered_by_fakes(node: Any) -> Iterator[None]:
     before = find_thread_node()
-    set_thread_node(NodeOfFakes(node))
+    set_thread_node(cast(Node, NodeOfFakes(node)))
     try:
         yield
     finally:

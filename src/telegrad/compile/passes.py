@@ -85,7 +85,7 @@ def perform(key: str, context: Context | None) -> None:
     _effects[key]((context or require_context()).id)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def effect(owner: object, method: str) -> str:
     """The key under which `owner.method(context_id)` is performed. Runs while Dynamo traces."""
     key = f"{type(owner).__name__}.{method} #{id(owner)}"

@@ -95,7 +95,7 @@ def _kind(spec: TensorSpec | IntSpec) -> Any:
     return (spec.dtype, sizes, spec.device, spec.needs_gradient)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def result_template(key: str) -> Any:
     """How the outputs of the call that was traced last at a site make up its result."""
     answer = _latest[key]

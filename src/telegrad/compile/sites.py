@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from telegrad.compile.arguments import Template
+from telegrad.compile.handles import constant
 from telegrad.rpc.node import Node, current_node
 from telegrad.rpc.worker import WorkerInfo
 
@@ -44,7 +45,7 @@ def site(key: str) -> Site:
     return _sites[key]
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def locate(
     to: Any, function: Callable[..., Any], template: Template, timeout: float | None
 ) -> tuple[str, str]:
@@ -60,9 +61,16 @@ def locate(
     return key, worker.name
 
 
-@torch.compiler.assume_constant_result
-def worker_info(to: Any) -> WorkerInfo:
-    return current_node().members.find(to)
+def worker_info(to: str | int) -> WorkerInfo:
+    """Who that is. Inlined by Dynamo."""
+    name, number = _name_and_number(to if isinstance(to, str) else constant(to))
+    return WorkerInfo(name, number)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name_and_number(to: str | int) -> tuple[str, int]:
+    found = current_node().members.find(to)
+    return found.name, found.id
 
 
 def ask(node: Node, worker: WorkerInfo, function: Callable[..., T], *args: Any) -> T:
@@ -112,5 +120,6 @@ def _name(function: Callable[..., Any]) -> str:
 def _description(template: Template) -> Any:
     if template[0] == "constant" and callable(template[1]):
         return ("constant", _name(template[1]))
-    return tuple(_description(item) if isinstance(item, tuple) and item else item
-                 for item in template)
+    return tuple(
+        _description(item) if isinstance(item, tuple) and item else item for item in template
+    )

@@ -116,7 +116,7 @@ class above_autograd:
             for k in (key.AutogradFunctionality, key.ADInplaceOrView)
         ]
         for guard in self._guards:
-            guard.__enter__()
+            guard.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *problem: Any) -> None:
         for guard in reversed(self._guards):

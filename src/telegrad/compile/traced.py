@@ -226,9 +226,7 @@ def result_on_fakes(
     template = split((tuple(args), kwargs), found)
     key = f"nested {function!r} {template!r}"
     where = Site(key, to, function, template, None)
-    outputs = outputs_of(
-        node, where, found.shapes, found.ints, _needs(found.tensors), _new_unknown
-    )
+    outputs = outputs_of(node, where, found.shapes, found.ints, _needs(found.tensors), _new_unknown)
     for output in outputs:
         if output.is_floating_point() and torch.is_grad_enabled():
             output.requires_grad_()

@@ -1,5 +1,5 @@
 """Process groups and device meshes over telegrad workers."""
 
-from telegrad.mesh.worker_mesh import WorkerMesh, current_mesh, init_mesh, replicate
+from telegrad.mesh.worker_mesh import WorkerMesh, current_mesh, gathered, init_mesh, replicate
 
-__all__ = ["WorkerMesh", "current_mesh", "init_mesh", "replicate"]
+__all__ = ["WorkerMesh", "current_mesh", "gathered", "init_mesh", "replicate"]

@@ -7,7 +7,7 @@ gradients flow back through them.
 
 A tensor that every worker of a mesh is given is *replicated*. DTensor gives each copy the whole
 gradient, so if all of them were sent back their sum would be too large by the number of workers.
-`replicate` lets exactly one copy carry it.
+`replicate` lets exactly one copy carry it; `gathered` is its counterpart for results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from telegrad.rpc.api import get_worker_info, get_worker_infos, rpc_async, rpc_sync
 from telegrad.rpc.errors import TelegradError
@@ -138,6 +138,19 @@ def replicate(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return placed
 
 
+def gathered(tensor: DTensor) -> Tensor:
+    """The whole tensor on every worker, as the result of a function that `run` calls.
+
+    The caller of `run` gets one copy from each worker; whatever gradients they get are added up.
+    It must use them all (their mean, say): a worker whose result is not used does not take part in
+    the backward pass, and the others would wait for it in a collective.
+    """
+    mesh = tensor.device_mesh
+    everywhere = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
+    local: Tensor = everywhere.to_local(grad_placements=[Partial()] * mesh.ndim)
+    return local
+
+
 # On the workers.
 
 
@@ -173,7 +186,9 @@ def _join(
         device_type = "cpu" if accelerator is None else accelerator.type
     backend = "gloo" if device_type == "cpu" else "nccl"
     wait = timedelta(seconds=timeout)
-    store = dist.TCPStore(host, port, size, rank == 0, wait)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, size, rank == 0, wait
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
     _mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
 

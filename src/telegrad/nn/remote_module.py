@@ -101,9 +101,11 @@ class RemoteModule(nn.Module):
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
         """As a call, but gives a future at once. Hooks of this object do not run."""
+        future: CallFuture
         if is_dynamo_compiling():
-            return self.rref.rpc_async(self.timeout).forward_under(*_modes(), args, kwargs)
-        future: CallFuture = self.rref.rpc_async(self.timeout).forward(ambient(), args, kwargs)
+            future = self.rref.rpc_async(self.timeout).forward_under(*_modes(), args, kwargs)
+        else:
+            future = self.rref.rpc_async(self.timeout).forward(ambient(), args, kwargs)
         return future
 
     def lazy(self, *args: Any, **kwargs: Any) -> Lazy[Any]:

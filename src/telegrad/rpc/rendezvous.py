@@ -74,6 +74,7 @@ class Rendezvous:
         self._timeout = timeout
         self._world_size = world_size
         self._name = name
+        self._named = False
         self.incarnation = secrets.randbits(63)
         self._store = PrefixStore("telegrad", store)
         _agree_on_kind(self._store, "open" if world_size is None else "of fixed size")
@@ -234,6 +235,7 @@ class Rendezvous:
         name = me.info.name
         if not (self._claim(f"name {name}", str(me.info.id)) or self._inherit(name, me.info.id)):
             raise RendezvousError(_not_unique(name))
+        self._named = True
         self._put(f"worker {me.info.id}", _as_data(me))
         self._put(f"arrival {self._store.add('arrivals', 1)}", me.info.id)
         members = Members(list(self._present()), self._look_up)
@@ -258,10 +260,10 @@ class Rendezvous:
     def leave(self) -> None:
         """Give the name, or in a job of fixed size the rank, back: another worker may have it."""
         with contextlib.suppress(RuntimeError, dist.DistError):
-            if self._world_size is None:
+            if self._named:
                 self._store.delete_key(f"worker {self.info.id}")
                 self._store.delete_key(f"name {self.info.name}")
-            else:
+            elif self._world_size is not None:
                 self._whole_store.set(self._visitor, json.dumps({"process": None}))
 
     def _look_up(self, who: str | int) -> Member | None:

@@ -90,8 +90,11 @@ def pack(obj: Any, scope: object = None, trust: Trust = Trust.CODE) -> Packed:
 def _with_table(encoder: Encoder) -> Packed:
     pickled = encoder.pickler.stream.getvalue() if encoder.pickler else b""
     head = bytearray()
-    write_size(head, len(encoder.tensors))
-    write_size(head, len(pickled))
+    if pickled or len(encoder.tensors) >= 255:
+        write_size(head, len(encoder.tensors))
+        write_size(head, len(pickled))
+    else:
+        head += bytes((len(encoder.tensors), 0))
     buffers: list[memoryview] = []
     write_table(encoder.tensors, head, buffers)
     buffers += encoder.buffers
@@ -141,8 +144,12 @@ def unpack(
 
 
 def _read_tensors(decoder: Decoder) -> None:
-    if decoder.data[:2] == _NO_TABLE:
+    data = decoder.data
+    if data[0] < 255 and data[0] <= decoder.limits.tensors and data[1] == 0:
+        # Few tensors and nothing pickled, as nearly always.
         decoder.position = 2
+        if data[0]:
+            decoder.tensors = read_table(decoder, data[0], decoder.limits)
         return
     count = decoder.count(decoder.limits.tensors, "tensors")
     pickled = decoder.size()

@@ -143,7 +143,7 @@ def _int(d: Decoder) -> int:
 
 
 def _big_int(d: Decoder) -> int:
-    return int.from_bytes(d.take(d.size()), "little", signed=True)
+    return int.from_bytes(d.chunk(), "little", signed=True)
 
 
 def _float(d: Decoder) -> float:
@@ -155,22 +155,17 @@ def _complex(d: Decoder) -> complex:
 
 
 def _str(d: Decoder) -> str:
-    data, position = d.data, d.position
-    size = data[position]
-    if size == 255:
-        return d.text()
-    d.position = end = position + 1 + size
-    if end > len(data):
-        raise CodecError("the message ends inside of a text")
-    return str(data[position + 1 : end], "utf-8", "surrogatepass")
+    return str(d.chunk(), "utf-8", "surrogatepass")
 
 
 def _bytes(d: Decoder) -> Any:
-    return d.numbered(d.take(d.size()))
+    value = d.chunk()
+    d.objects.append(value)
+    return value
 
 
 def _bytearray(d: Decoder) -> Any:
-    return d.numbered(bytearray(d.take(d.size())))
+    return d.numbered(bytearray(d.chunk()))
 
 
 def _bytes_aside(d: Decoder) -> Any:
@@ -294,7 +289,11 @@ def _twice(d: Decoder) -> Any:
 
 
 def _tensor(d: Decoder) -> torch.Tensor:
-    return d.tensors[d.size()]
+    number = d.data[d.position]
+    if number == 255:
+        return d.tensors[d.size()]
+    d.position += 1
+    return d.tensors[number]
 
 
 def _unknown(d: Decoder) -> Any:

@@ -22,7 +22,9 @@ def read_tree(decoder: Decoder) -> Any:
 
 
 def _named(d: Decoder) -> Any:
-    return d.numbered(object_named(d.text(), d.trust))
+    value = object_named(str(d.chunk(), "utf-8", "surrogatepass"), d.trust)
+    d.objects.append(value)
+    return value
 
 
 def _method(d: Decoder) -> Any:

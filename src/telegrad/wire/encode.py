@@ -32,6 +32,8 @@ from telegrad.wire.trust import LIMITS, Trust
 
 _BYTE_INTS = {n: bytes((Tag.BYTE, n & 0xFF)) for n in range(-128, 128)}
 _SHORT_STR = [bytes((Tag.STR, size)) for size in range(255)]
+_SHORT_BYTES = [bytes((Tag.BYTES, size)) for size in range(255)]
+_TENSORS = [bytes((Tag.TENSOR, number)) for number in range(255)]
 _EMPTY_TUPLE = bytes((Tag.TUPLE, 0))
 _EMPTY_DICT = bytes((Tag.DICT, 0))
 _INT = Struct("<Bq")
@@ -156,8 +158,17 @@ def _str(e: Encoder, obj: str) -> None:
 
 
 def _bytes(e: Encoder, obj: bytes) -> None:
-    if not e.was_met(obj):
-        e.number(obj)
+    memo = e.memo
+    if id(obj) in memo:
+        e.was_met(obj)
+        return
+    memo[id(obj)] = len(memo)
+    e.kept.append(obj)
+    size = len(obj)
+    if size < 255:
+        e.out += _SHORT_BYTES[size]
+        e.out += obj
+    else:
         _write_raw(e, obj, Tag.BYTES, Tag.BYTES_ASIDE)
 
 
@@ -330,8 +341,11 @@ def _tensor(e: Encoder, obj: torch.Tensor) -> None:
     if number is None:
         number = e.numbers[id(obj)] = len(e.tensors)
         e.tensors.append(obj)
-    e.out.append(Tag.TENSOR)
-    write_size(e.out, number)
+    if number < 255:
+        e.out += _TENSORS[number]
+    else:
+        e.out.append(Tag.TENSOR)
+        write_size(e.out, number)
 
 
 WRITERS = _Writers(

@@ -42,11 +42,15 @@ def write_tree(obj: Any, scope: object, trust: Trust) -> Encoder:
 
 
 def _named(e: Encoder, obj: Any) -> None:
-    if not e.was_met(obj):
-        name = name_of(obj, e.trust)
-        e.out.append(Tag.NAMED)
-        write_text(e.out, name)
-        e.number(obj)
+    memo = e.memo
+    if id(obj) in memo:
+        e.was_met(obj)
+        return
+    name = name_of(obj, e.trust)
+    e.out.append(Tag.NAMED)
+    write_text(e.out, name)
+    memo[id(obj)] = len(memo)
+    e.kept.append(obj)
 
 
 def _builtin(e: Encoder, obj: Any) -> None:

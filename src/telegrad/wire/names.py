@@ -109,12 +109,21 @@ def object_named(name: str, trust: Trust) -> object:
                 f"marked @export in the modules that it has imported"
             ) from None
     try:
-        return _looked_up(name, importlib.import_module)
+        return _looked_up(name, _imported)
     except (ImportError, AttributeError, ValueError) as error:
         raise CodecError(
             f"{name} is not found on this worker ({error}); both ends need the same code, and "
             f"what the main script defines is known only to workers that run the same script"
         ) from error
+
+
+def _imported(name: str) -> ModuleType:
+    """As `importlib.import_module`, in less time for a module that is there."""
+    module = sys.modules.get(name)
+    if module is None or getattr(module.__spec__, "_initializing", False):
+        # Another thread may be about to import it: importlib waits for that.
+        return importlib.import_module(name)
+    return module
 
 
 def _found(target: Any) -> str:

@@ -34,7 +34,10 @@ def write_size(out: bytearray, size: int) -> None:
 
 def write_text(out: bytearray, text: str) -> None:
     data = text.encode("utf-8", "surrogatepass")
-    write_size(out, len(data))
+    if len(data) < _LONG:
+        out.append(len(data))
+    else:
+        write_size(out, len(data))
     out += data
 
 
@@ -75,8 +78,19 @@ class Reader:
         self.position = end
         return self.data[position:end]
 
+    def chunk(self) -> bytes:
+        """A size, and as many bytes."""
+        data, start = self.data, self.position + 1
+        size = data[start - 1]
+        if size == _LONG:
+            return self.take(self.size())
+        self.position = end = start + size
+        if end > len(data):
+            raise CodecError(f"the message ends {end - len(data)} bytes too early")
+        return data[start:end]
+
     def text(self) -> str:
-        return str(self.take(self.size()), "utf-8", "surrogatepass")
+        return str(self.chunk(), "utf-8", "surrogatepass")
 
     def next_buffer(self) -> ByteBuffer:
         """Buffers are used in the order in which they travel, each at least once."""

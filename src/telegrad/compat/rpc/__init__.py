@@ -99,7 +99,4 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(
-        f"module 'torch.distributed.rpc' has no attribute {name!r} on telegrad. If code needs it, "
-        "please say so: https://github.com/telegrad/telegrad/issues"
-    )
+    raise AttributeError(f"module 'torch.distributed.rpc' has no attribute {name!r} on telegrad")

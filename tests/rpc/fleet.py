@@ -65,7 +65,11 @@ class Nursery:
 
     def close(self) -> None:
         self._channel.close()
-        self._server.wait(10)
+        try:
+            self._server.wait(10)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
 
 
 def fork_on_request(descriptor: int, parent: int) -> None:

@@ -94,7 +94,7 @@ def test_many_silent_strangers_hold_up_no_call(make_job: MakeJob, options: dict[
             assert job["a"].do(call, "b", functions.echo, n) == n
         x = torch.ones(500_000)
         assert torch.equal(job["c"].do(call, "b", functions.echo, x), x)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
     finally:
         for stranger in strangers:
             stranger.close()

@@ -49,7 +49,7 @@ def site(key: str) -> Site:
 def locate(
     to: Any, function: Callable[..., Any], template: Template, timeout: float | None
 ) -> tuple[str, str]:
-    """The key of a call site, and the name of the worker that it calls. Runs while Dynamo traces."""
+    """The key of a call site, and the name of its worker. Runs while Dynamo traces."""
     node = current_node()
     worker = node.members.find(to)
     known = (worker.name, function)

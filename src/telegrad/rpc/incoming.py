@@ -141,9 +141,16 @@ class Incoming:
                     self._flush()
                     self._hand_over(token)
 
-    def _hand_over(self, token: object | None) -> bool:
+    def _hand_over(self, token: object | None, turn: int | None = None) -> bool:
+        """Let another thread read, if `token` leads; with a `turn`, only if it is still running.
+
+        A leader that has ended its turn reads again, and must be left alone: two threads that read
+        one stream tear its frames apart.
+        """
         with self._lock:
             if token is None or self._leader is not token or self.gone:
+                return False
+            if turn is not None and turn != self._turn:
                 return False
             heir = self._leader = object()
             self._turn += 1
@@ -171,7 +178,7 @@ class Incoming:
         running = bool(turn & 1)
         if running and turn == self._seen_turn:
             function = self._function
-            if self._hand_over(self._leader) and function is not None:
+            if self._hand_over(self._leader, turn) and function is not None:
                 self.agent.slow_functions.was_slow(function)
         self._seen_turn = turn
         if self.link.has_unwritten or self.link.freed:

@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -134,28 +135,15 @@ class Rendezvous:
             else self._claim("first worker", self.info.name)
         )
         if first:
-            job = secrets.token_hex(8)
-            if key is None:
-                key = new_key()
-                _write_key(job, key)
-                given = False
-            else:
-                given = True
-            self._put(
-                "job",
-                {
-                    "job": job,
-                    "key given": given,
-                    "fingerprint": _fingerprint(key, job),
-                    "world size": self._world_size,
-                },
-            )
+            job, key = self._found_job(key)
         else:
             found = self._get("job", "the first worker of the job")
-            job = found["job"]
             try:
                 self._check_world_size(found["world size"])
-                key = self._agree_on_key(key, found)
+                if self._is_deserted(found):
+                    job, key = self._succeed(found["job"], key)
+                else:
+                    job, key = found["job"], self._agree_on_key(key, found)
             except RendezvousError as error:
                 if self._world_size is not None:
                     self._put(f"worker {self.info.id}", {"problem": str(error)})
@@ -169,6 +157,45 @@ class Rendezvous:
             loopback = host.startswith(LOOPBACK)
             meeting.listen(TcpAddress(host, 0, tls=not loopback and not plaintext))
         return meeting
+
+    def _found_job(self, key: JobKey | None) -> tuple[str, JobKey]:
+        """Name the job, and make its key if none was given."""
+        job = secrets.token_hex(8)
+        given = key is not None
+        if key is None:
+            key = new_key()
+            _write_key(job, key)
+        self._put(
+            "job",
+            {
+                "job": job,
+                "key given": given,
+                "fingerprint": _fingerprint(key, job),
+                "world size": self._world_size,
+            },
+        )
+        return job, key
+
+    def _is_deserted(self, found: dict[str, Any]) -> bool:
+        """Whether all workers of an open job have left, and its key with the last of them."""
+        if self._world_size is not None or found["key given"]:
+            return False
+        return _read_key(found["job"]) is None and not any(self._present())
+
+    def _succeed(self, job: str, key: JobKey | None) -> tuple[str, JobKey]:
+        """Found the job anew after the last worker has left; of several that try, one does."""
+        if self._claim(f"successor of {job}", self._name):
+            return self._found_job(key)
+        until = time.monotonic() + self._timeout
+        while time.monotonic() < until:
+            found = self._get("job", "the first worker of the job")
+            if found["job"] != job:
+                return found["job"], self._agree_on_key(key, found)
+            time.sleep(0.01)
+        raise RendezvousError(
+            f"worker {self._name!r} waited {self._timeout:g} s for another worker to found the "
+            "job anew: has that one died?"
+        )
 
     def _check_world_size(self, theirs: int | None) -> None:
         if theirs != self._world_size:

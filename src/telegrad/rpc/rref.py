@@ -60,7 +60,8 @@ class RRef(Generic[T]):
     def owner(self) -> WorkerInfo:
         """The worker on which the value lives."""
         if is_dynamo_compiling():
-            return _traced().worker_info(self._reference.owner)
+            info: WorkerInfo = _traced().worker_info(self._reference.owner)
+            return info
         return self._node.members.member(self._reference.owner).info
 
     def owner_name(self) -> str:
@@ -91,7 +92,8 @@ class RRef(Generic[T]):
         Waits until the value is there. `timeout` in seconds, 0 for ever, by default the job's.
         """
         if is_dynamo_compiling():
-            return _traced().to_here(self, timeout)
+            traced: T = _traced().to_here(self, timeout)
+            return traced
         self._check_usable("to_here()")
         if self.is_owner():
             limit = self._node.timeout if timeout is None else timeout

@@ -52,6 +52,8 @@ _CASTABLE = frozenset(_ARRAY_TYPES) - {torch.float16, torch.complex64, torch.com
 
 _STRIDED = 0x80
 _BIGGEST = (1 << 63) - 1
+# A view that spans no more than this keeps its strides: packing it would save nothing.
+_SMALL_EXTENT = 8192
 _REMEMBERED = 4096
 
 
@@ -144,7 +146,7 @@ def _worked_out(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, 
         nbytes=count * item,
         distinct=distinct,
         extent=extent,
-        sparse=extent > 2 * distinct and _lie_apart(shape, strides),
+        sparse=extent > max(2 * distinct, _SMALL_EXTENT) and _lie_apart(shape, strides),
     )
 
 

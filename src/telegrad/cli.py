@@ -16,6 +16,7 @@ examples:
   telegrad demo                          train a model that is split over three workers
   telegrad run train.py --workers 4      run a script that calls telegrad.run(main)
   telegrad run train.py -w 4 --lr 0.1    what follows goes to the script
+  telegrad compat old.py                 run a script written for torch.distributed.rpc
   telegrad doctor                        check whether this machine is ready
 
 `telegrad COMMAND --help` tells more about each.
@@ -45,11 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What telegrad reads, and what belongs to the script of `telegrad run`.
+    """What telegrad reads, and what belongs to the script of `telegrad run` or `compat`.
 
     The script's begin as soon as both SCRIPT and --workers N are there, so that the script may
     have options of the same names. argparse cannot be told so.
     """
+    if arguments and arguments[0] == "compat":
+        return ["compat"], list(arguments[1:])
     if not arguments or arguments[0] != "run":
         return list(arguments), []
     has_script = has_workers = False
@@ -79,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_run(commands)
     _add_doctor(commands)
+    _add_compat(commands)
     return parser
 
 
@@ -121,6 +125,15 @@ def _add_doctor(commands: _Commands) -> None:
     doctor.set_defaults(command=_doctor)
 
 
+def _add_compat(commands: _Commands) -> None:
+    compat = commands.add_parser(
+        "compat",
+        help="run a script written for torch.distributed.rpc on telegrad",
+        usage="telegrad compat SCRIPT [ARGUMENT ...]",
+    )
+    compat.set_defaults(command=_compat)
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
@@ -142,6 +155,12 @@ def _run(options: argparse.Namespace) -> int:
     # The script takes the place of this process: its exit code and signals are its own.
     command = [sys.executable, str(options.script), *options.arguments]
     os.execve(sys.executable, command, environment)
+
+
+def _compat(options: argparse.Namespace) -> int:
+    from telegrad.compat import run_script
+
+    return run_script(options.arguments)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -33,12 +33,52 @@ def test_the_hook_of_a_node_sees_gradients_of_the_shape_and_dtype_of_its_inputs(
 
 def test_hooks_of_leaves_are_seen() -> None:
     x = torch.ones(2, requires_grad=True)
+    doubled = x * 2
+    accumulator = doubled.grad_fn.next_functions[0][0]
     assert not torch_private.tensor_hooks(x)
-    assert not torch_private.post_accumulate_hooks(x)
+    assert not torch_private.hooked_leaves([accumulator])
+    assert not torch_private.hooked_accumulators([accumulator])
     x.register_hook(lambda g: None)
-    x.register_post_accumulate_grad_hook(lambda leaf: None)
     assert torch_private.tensor_hooks(x)
-    assert torch_private.post_accumulate_hooks(x)
+    assert torch_private.hooked_leaves([accumulator]) == [accumulator]
+    assert not torch_private.hooked_accumulators([accumulator])
+    x.register_post_accumulate_grad_hook(lambda leaf: None)
+    assert torch_private.hooked_accumulators([accumulator]) == [accumulator]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_a_function_is_applied_as_by_its_own_apply_in_any_grad_mode(grad_mode: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.set_grad_enabled(grad_mode):
+        found = torch_private.applied(Doubled)(x)
+    expected = Doubled.apply(x)
+    assert type(found.grad_fn) is type(expected.grad_fn)
+    assert found.grad_fn.next_functions == expected.grad_fn.next_functions
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert torch.equal(gradient, torch.full((2,), 2.0))
+
+
+def test_the_engine_takes_edges_that_were_made_without_their_constructor() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = torch.ones(2, requires_grad=True)
+    product = x * y * 3
+    nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in (x, y)]
+    roots = [((product.grad_fn, 0), torch.ones(2))]
+    of_x, of_y = torch_private.run_engine(
+        roots, nodes[:1], [y], retain_graph=False, create_graph=False
+    )
+    assert torch.equal(of_x, torch.full((2,), 3.0))
+    assert torch.equal(of_y, torch.full((2,), 3.0))
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])

@@ -8,8 +8,8 @@ with telegrad.autograd.context() as context_id:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -40,19 +40,27 @@ def context() -> AbstractContextManager[int]:
     When the block ends the context is released on every worker that took part. A thread works in
     one context at a time; remote functions work in the context of their caller.
     """
-    return _traced().Within() if is_dynamo_compiling() else _context()
+    return _traced().Within() if is_dynamo_compiling() else _Within()
 
 
-@contextmanager
-def _context() -> Iterator[int]:
-    refuse_nested()
-    service = autograd_of()
-    made = service.new_context()
-    try:
-        with working_in(made):
-            yield made.id
-    finally:
-        service.release(made.id)
+class _Within(AbstractContextManager[int]):
+    """Makes a context and works in it, until the block ends."""
+
+    __slots__ = ("_inside", "_made", "_service")
+
+    def __enter__(self) -> int:
+        refuse_nested()
+        self._service = autograd_of()
+        self._made = self._service.new_context()
+        self._inside = working_in(self._made)
+        self._inside.__enter__()
+        return self._made.id
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._inside.__exit__()
+        finally:
+            self._service.release(self._made.id)
 
 
 def backward(
@@ -122,11 +130,14 @@ def _traced() -> Any:
     return traced
 
 
+_MODES = {mode.value: mode for mode in Mode}
+
+
 def _mode(mode: str) -> Mode:
-    try:
-        return Mode(mode)
-    except ValueError:
-        raise ValueError(f"mode must be 'smart' or 'fast', not {mode!r}.") from None
+    known = _MODES.get(mode)
+    if known is None:
+        raise ValueError(f"mode must be 'smart' or 'fast', not {mode!r}.")
+    return known
 
 
 def _check_arguments(context_id: object, roots: object) -> None:

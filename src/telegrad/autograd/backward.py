@@ -212,7 +212,7 @@ def merge_ack(posts: list[Post], ack: list[Post]) -> list[Post]:
         for place in reversed(range(len(posts))):
             post = posts[place]
             if post.to == report.to and isinstance(post.message, Gradient):
-                carrier = post.message._replace(acknowledges=True)
+                carrier = Gradient(*post.message[:-1], acknowledges=True)
                 return [*posts[:place], Post(post.to, carrier), *posts[place + 1 :]]
     return posts + ack
 

@@ -69,11 +69,6 @@ def hooked_leaves(accumulators: Iterable[Any]) -> list[Any]:
     return [node for node in accumulators if node.variable._backward_hooks]
 
 
-def post_accumulate_hooks(leaf: torch.Tensor) -> bool:
-    """Does `leaf` carry hooks made by `register_post_accumulate_grad_hook`?"""
-    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
-
-
 def owners(tensor: torch.Tensor) -> int:
     """How many references to the tensor behind this Python object exist in C++."""
     return tensor._use_count()  # type: ignore[attr-defined, no-any-return]

@@ -13,6 +13,7 @@ A failing program prints its seed and features, which is all it takes to run it 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 import traceback
@@ -52,6 +53,8 @@ def _run(seeds: Sequence[int], features: frozenset[str], compare: Compare) -> Co
     for seed, outcome in outcomes(seeds, features, compare):
         kind = outcome.split(":")[0].split("\n")[0]
         tally[kind] += 1
+        if tally.total() % 200 == 0:
+            gc.collect()  # The simulator holds the automatic one off.
         if outcome.startswith("FAILED") and tally[kind] <= 3:
             print(f"seed {seed}, features {','.join(sorted(features))}: {outcome}", flush=True)
     return tally

@@ -19,33 +19,29 @@ from tests.rpc.fleet import Job
 from tests.rpc.functions import Account
 
 MakeJob = Callable[..., Job]
-NOTHING_LEFT = {"owned": 0, "forks": 0, "held": 0, "unconfirmed": 0, "pins": 0, "values": 0}
+COUNTED = ("owned", "forks", "held", "unconfirmed", "pins", "values")
 
 
 def references() -> dict[str, int]:
     gc.collect()
     found: dict[str, int] = rpc.debug_info()["references"]
-    return {name: found[name] for name in NOTHING_LEFT}
+    return {name: found[name] for name in COUNTED}
 
 
-def nothing_left(asked: Callable[[], list[dict[str, int]]], seconds: float = 10.0) -> bool:
-    """Whether all workers come to hold nothing; the last messages may still be on their way."""
-    until = time.monotonic() + seconds
-    while any(found != NOTHING_LEFT for found in asked()):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def left_on_all() -> list[dict[str, int]]:
-    return [rpc.rpc_sync(name, references) for name in ("main", "worker1", "worker2")]
+def left_on_all() -> dict[str, dict[str, int]]:
+    """What workers hold, of those that hold anything."""
+    found = {name: rpc.rpc_sync(name, references) for name in ("main", "worker1", "worker2")}
+    return {name: left for name, left in found.items() if any(left.values())}
 
 
 @pytest.fixture
 def clean(workers: Any) -> Any:
     yield
-    assert nothing_left(left_on_all), left_on_all()
+    until = time.monotonic() + 20
+    while left := left_on_all():
+        # The last messages may still be on their way.
+        assert time.monotonic() < until, str(left)
+        time.sleep(0.01)
 
 
 pytestmark = pytest.mark.usefixtures("workers")

@@ -7,7 +7,8 @@ READY  := $(VENV)/.ready
 # Tests start many processes, so two of them at a time are enough for any machine.
 JOBS   ?= 2
 
-.PHONY: help test unit demo lint format types bench-rpc bench-autograd clean
+.PHONY: help test unit demo lint format types bench-rpc bench-autograd bench-train bench-compile \
+        compile-report programs slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -15,7 +16,7 @@ help:  ## show the targets
 test: lint types unit  ## lint, types and all tests: what CI runs
 
 unit: $(READY)  ## the tests alone; ARGS="tests/rpc -k name" chooses
-	$(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
 
 demo: $(READY)  ## train a model that is split over local workers
 	$(BIN)/telegrad demo
@@ -36,6 +37,23 @@ bench-rpc: $(READY)  ## stock torch RPC and telegrad, interleaved
 
 bench-autograd: $(READY)  ## stock distributed autograd and telegrad, interleaved
 	$(BIN)/python -m benchmarks.autograd
+
+bench-train: $(READY)  ## a training step over remote parts, stock and telegrad interleaved
+	$(BIN)/python -m benchmarks.train
+
+bench-compile: $(READY)  ## a compiled step beside the eager one
+	$(BIN)/python benchmarks/compile.py
+
+compile-report: $(READY)  ## what compiles as one graph, by backend
+	$(BIN)/python benchmarks/compile_report.py
+
+programs: $(READY)  ## random programs against one process: simulated, with faults, over processes
+	$(BIN)/python -m tests.autograd.programs --simulated --count 11000
+	$(BIN)/python -m tests.autograd.programs --simulated --faults --count 11000
+	$(BIN)/python -m tests.autograd.programs --processes --count 330
+
+slow: $(READY)  ## the tests that are too long for make test
+	$(BIN)/pytest -m slow $(ARGS)
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -98,8 +98,7 @@ def _many_contexts(work: Callable[[], None], each: int = 20) -> list[float]:
     times = []
     for _ in range(5):
         threads = [
-            threading.Thread(target=lambda: [work() for _ in range(each)])
-            for _ in range(CONTEXTS)
+            threading.Thread(target=lambda: [work() for _ in range(each)]) for _ in range(CONTEXTS)
         ]
         start = time.perf_counter()
         for thread in threads:

@@ -3,9 +3,9 @@
     python -m tests.autograd.programs --count 10000 --features hook,custom,module,passes
     python -m tests.autograd.programs --seed 4711 --count 1 --features hook
     python -m tests.autograd.programs --second-order
-    python -m tests.autograd.programs --processes --count 300
-    python -m tests.autograd.programs --simulated --count 10000
-    python -m tests.autograd.programs --simulated --faults --count 10000
+    python -m tests.autograd.programs --processes --count 330
+    python -m tests.autograd.programs --simulated --count 11000
+    python -m tests.autograd.programs --simulated --faults --count 11000
 
 A failing program prints its seed and features, which is all it takes to run it again.
 """

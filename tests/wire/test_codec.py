@@ -150,6 +150,11 @@ def test_value_comes_back_equal(value: Any) -> None:
     assert back == value
 
 
+def _name_of(function: Any) -> str:
+    """An id without an address: the processes of a parallel run must agree on it."""
+    return str(getattr(function, "__qualname__", function))
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -175,13 +180,13 @@ def test_value_comes_back_equal(value: Any) -> None:
         int,
         type,
     ],
-    ids=repr,
+    ids=_name_of,
 )
 def test_function_or_class_travels_by_name(function: Any) -> None:
     assert sent(function) is function
 
 
-@pytest.mark.parametrize("method", [dict.fromkeys, Opaque.made], ids=repr)
+@pytest.mark.parametrize("method", [dict.fromkeys, Opaque.made], ids=_name_of)
 def test_class_method_travels_by_name(method: Any) -> None:
     assert sent(method) == method
 

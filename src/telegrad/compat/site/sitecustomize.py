@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 
-import telegrad_compat_startup  # type: ignore[import-not-found,unused-ignore]
+import telegrad_compat_startup  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 

@@ -13,7 +13,7 @@ from telegrad import rpc
 from tests.compile.functions import take_log
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _job() -> Iterator[None]:
     started, done = threading.Event(), threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +13,24 @@ from tests.rpc.fleet import Job, Nursery, Process, join, serve_store
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def runtime_directory() -> Iterator[None]:
+    """Jobs that are killed leave their sockets behind: in a place that goes with the tests."""
+    with (
+        tempfile.TemporaryDirectory(prefix="tg-") as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", directory)
+        yield
+
+
+@pytest.fixture(scope="session")
+def nursery(runtime_directory: None) -> Iterator[Nursery]:
     nursery = Nursery()
     yield nursery
     nursery.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workers(nursery: Nursery) -> Iterator[dict[str, Process]]:
     """This process is the worker "main" of a job; beside it are "worker1" and "worker2"."""
     store = serve_store()

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from torch.compiler import is_dynamo_compiling
 
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
+from telegrad.rpc.errors import CallTimeout, NotInitialized, ReferenceLost, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.node import Node, Passage, current_node
 from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
@@ -113,7 +113,7 @@ class RRef(Generic[T]):
             )
         loss = self._node.values.loss(self._handle)
         if loss is not None:
-            raise loss
+            raise ReferenceLost(f"The value on worker {self.owner_name()!r} is gone: {loss}")
         creation = self._creation
         if creation is not None and creation.done and creation.error is not None:
             raise type(creation.error)(

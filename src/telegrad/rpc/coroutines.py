@@ -22,6 +22,7 @@ class Coroutines:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loops: list[asyncio.AbstractEventLoop] = []
+        self._spare: list[asyncio.AbstractEventLoop] = []
 
     def start(self, coroutine: Coroutine[Any, Any, object]) -> Callable[[Finish], None]:
         """A function that starts the coroutine in the caller's context variables."""
@@ -31,7 +32,7 @@ class Coroutines:
             loop = self._running_loop()
 
             def begin() -> None:
-                task = loop.create_task(coroutine, context=context)
+                task = loop.create_task(_outcome(coroutine), context=context)
                 task.add_done_callback(lambda done: _report(done, finish))
 
             loop.call_soon_threadsafe(begin)
@@ -40,6 +41,8 @@ class Coroutines:
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
+            if self._loop is None and self._spare:
+                self._loop = self._spare.pop()
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._loops.append(self._loop)
@@ -57,19 +60,37 @@ class Coroutines:
         except RuntimeError:
             return
         with self._lock:
-            if running is self._loop:
-                self._loop = None
+            if running is not self._loop:
+                return
+            self._loop = None
+        # The loop gets to this when the blocking call has ended.
+        running.call_soon(self._came_back, running)
+
+    def _came_back(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            if loop in self._loops and loop is not self._loop:
+                self._spare.append(loop)
 
     def close(self) -> None:
         with self._lock:
             loops, self._loops, self._loop = self._loops, [], None
+            self._spare.clear()
         for loop in loops:
             loop.call_soon_threadsafe(loop.stop)
 
 
-def _report(task: asyncio.Task[object], finish: Finish) -> None:
+async def _outcome(
+    coroutine: Coroutine[Any, Any, object],
+) -> tuple[object, BaseException | None]:
+    """What became of a coroutine. SystemExit and the like must not end the loop that others use."""
+    try:
+        return await coroutine, None
+    except BaseException as error:
+        return None, error
+
+
+def _report(task: asyncio.Task[tuple[object, BaseException | None]], finish: Finish) -> None:
     if task.cancelled():
         finish(None, asyncio.CancelledError("the coroutine was cancelled"))
-        return
-    error = task.exception()
-    finish(None if error is not None else task.result(), error)
+    else:
+        finish(*task.result())

@@ -101,9 +101,11 @@ class Loopback:
         if self._agent.slow_functions.expects(function):
             self._hand_over(token)
 
-    def _hand_over(self, token: object | None) -> None:
+    def _hand_over(self, token: object | None, turn: int | None = None) -> None:
         with self._lock:
             if token is None or self._leader is not token:
+                return
+            if turn is not None and turn != self._turn:
                 return
             self._turn += 1
             me = self._leader = object()
@@ -113,7 +115,7 @@ class Loopback:
         turn = self._turn
         running = bool(turn & 1)
         if running and turn == self._seen_turn:
-            self._hand_over(self._leader)
+            self._hand_over(self._leader, turn)
         self._seen_turn = turn
         return running
 

@@ -162,13 +162,17 @@ class Node:
         """
         if self.closed:
             raise NotInitialized()
+        if timeout is None:
+            timeout = self.timeout
+        elif not isinstance(timeout, float | int) or timeout is True or not timeout >= 0:
+            raise ValueError(
+                f"timeout={timeout!r} is no time: give seconds, 0 for no bound, None for the job's"
+            )
         worker = to.id
         packed = self._pack((target, args, kwargs or {}), worker)
         scope = self.crossing.current()
         note = b"" if scope is None else self.crossing.leaving(self, worker, packed.tensors, scope)
-        pending = self.calls.begin(
-            to, target, self.timeout if timeout is None else timeout, self.runtime.now()
-        )
+        pending = self.calls.begin(to, target, timeout, self.runtime.now())
         if target != CLOSING:
             self._made.add(worker)
         if on_settled is not None:
@@ -404,11 +408,11 @@ def _describe_error(worker: str, error: BaseException, trust: Trust) -> dict[str
         packed = pack(error, None, trust)
         if not packed.buffers:
             blob = packed.meta
-    except Exception:
+    except BaseException:
         blob = None
     try:
         message = str(error)
-    except Exception:
+    except BaseException:
         message = "(its message could not be read)"
     return {
         "worker": worker,

@@ -244,7 +244,7 @@ class Outgoing:
             self.link.tidy()
 
     def arm(self) -> None:
-        if not self._armed and not self.gone:
+        if not self.gone:
             self._armed = True
             self.agent.watch.look_for(self._descriptor, READABLE)
 

@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 # Tests run beside each other and start processes of their own: one thread each is what is left.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _runtime_directory() -> Iterator[None]:
+    """Jobs that are killed leave their sockets behind: in a place that goes with the tests."""
+    with (
+        tempfile.TemporaryDirectory(prefix="tg-") as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", directory)
+        yield

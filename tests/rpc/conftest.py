@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,18 +12,7 @@ from tests.rpc.fleet import Job, Nursery, Process, join, serve_store
 
 
 @pytest.fixture(scope="session")
-def runtime_directory() -> Iterator[None]:
-    """Jobs that are killed leave their sockets behind: in a place that goes with the tests."""
-    with (
-        tempfile.TemporaryDirectory(prefix="tg-") as directory,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("XDG_RUNTIME_DIR", directory)
-        yield
-
-
-@pytest.fixture(scope="session")
-def nursery(runtime_directory: None) -> Iterator[Nursery]:
+def nursery() -> Iterator[Nursery]:
     nursery = Nursery()
     yield nursery
     nursery.close()

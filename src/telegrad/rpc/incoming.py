@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 IDLE_TIMEOUT = 0.5
+TICKS_BEFORE_BEGUN = 50
 PATIENCE = 5.0
 
 
@@ -47,6 +48,7 @@ class Incoming:
         self._leader: object | None = None
         self._turn = 0
         self._seen_turn = 0
+        self._ticks_seen = 0
         self._function: object | None = None
         link.nudge = agent.watch.poke
         link.stream.set_receive_timeout(IDLE_TIMEOUT)
@@ -85,6 +87,7 @@ class Incoming:
             if frame.kind == Kind.LEAVING:
                 self.agent.leave(self.member.info.id)
                 return
+            self._function = None
             self._turn += 1
             if self.agent.watch.sleeping:
                 self.agent.watch.poke()
@@ -176,7 +179,10 @@ class Incoming:
         """The watch looks in. Whether anything runs or is left unwritten."""
         turn = self._turn
         running = bool(turn & 1)
-        if running and turn == self._seen_turn:
+        # Before its function has begun a request is left alone for longer: requests begin in order.
+        self._ticks_seen = self._ticks_seen + 1 if turn == self._seen_turn else 0
+        patience = 1 if self._function is not None else TICKS_BEFORE_BEGUN
+        if running and self._ticks_seen >= patience:
             function = self._function
             if self._hand_over(self._leader, turn) and function is not None:
                 self.agent.slow_functions.was_slow(function)

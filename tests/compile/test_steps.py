@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,37 @@ def test_a_pass_that_fails_in_a_graph_raises_and_leaves_no_context_behind() -> N
     with pytest.raises(ValueError, match="the remote function failed"):
         run(torch.ones(3, requires_grad=True))
     assert len(autograd.api.autograd_of().container) == 0
+
+
+def test_the_timeout_of_a_backward_in_a_graph_is_kept() -> None:
+    def step(x: Tensor) -> Tensor:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", f.held, (x,)).sum()
+            autograd.backward(context_id, [loss], timeout=0.2)
+        return loss.detach()
+
+    run, _ = compiled(step, "aot_eager")
+    try:
+        with pytest.raises(rpc.CallTimeout, match=r"did not end in 0\.2 s"):
+            run(torch.ones(3, requires_grad=True))
+    finally:
+        rpc.rpc_sync("worker1", f.release)
+
+
+def test_steps_compile_on_any_thread_and_settings_of_torch_stay_as_they_are() -> None:
+    def step(x: Tensor) -> Tensor:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", f.layer, (x, x)).sum()
+            autograd.backward(context_id, [loss])
+        return loss.detach()
+
+    run, counter = compiled(step, "aot_eager")
+    x = torch.ones(4, 3, requires_grad=True)
+    with ThreadPoolExecutor(1) as thread:
+        losses = [thread.submit(run, x).result(), run(x)]
+    torch.testing.assert_close(*losses)
+    assert counter.frame_count == 1
+    assert not torch._dynamo.config.trace_autograd_ops
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

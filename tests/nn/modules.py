@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 
 from telegrad import rpc
 from telegrad.nn import RemoteModule
@@ -196,3 +197,28 @@ class Narrow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
+
+
+compilations: list[int] = []
+
+
+def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """A backend for `torch.compile`."""
+    compilations.append(len(inputs))
+    return lookup_backend("aot_eager")(graph, inputs)
+
+
+def take_compilations(_: nn.Module) -> int:
+    taken = len(compilations)
+    compilations.clear()
+    return taken
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)

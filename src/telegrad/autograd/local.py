@@ -120,6 +120,8 @@ class Run:
         self._create = create_graph
         self._enclosing = leaves_of(enclosures) if enclosures else {}
         self._groups, self._nodes = form_groups(sources, self._enclosing)
+        if self._retain:
+            torch_private.keep_compiled_nodes_usable(self._nodes)
         self._open = len(self._groups)
         self._stirred: dict[Group, None] = {}
         for source in sources:

@@ -9,7 +9,9 @@ Each private call sits behind one small function here, and nowhere else. What is
 * The hook of a node sees gradients as the next nodes get them: summed to their shape, cast to
   their dtype. `local.py` keeps them as they are.
 * A hook dictionary of an accumulator can be seen through the handle of a hook added to it.
-* Compiled autograd is switched per thread.
+* Compiled autograd is switched for the whole process.
+* The node of a compiled function leads to the class that made it, which knows whether it was
+  compiled with donated buffers.
 * `Function.apply` is a Python function around one in C that does the work. What the outer one
   adds, functorch, is of use to functions that know how to deal with it; ours do not.
 
@@ -184,6 +186,18 @@ def run_engine(
             accumulate_grad=False,
         )
     return results
+
+
+def keep_compiled_nodes_usable(nodes: Iterable[Any]) -> None:
+    """Before a pass that retains the graph: let compiled nodes run, that may run again.
+
+    Code that was compiled with donated buffers overwrites what it saved, and torch refuses to
+    retain it. Code that was compiled without them says None about them, which torch refuses, too.
+    """
+    for node in nodes:
+        metadata: Any = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+        if getattr(metadata, "bw_donated_idxs", ()) is None:
+            metadata.bw_donated_idxs = []
 
 
 def drop_queued_tasks() -> None:

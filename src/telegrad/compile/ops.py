@@ -60,7 +60,8 @@ for _schema in (
     " ScalarType[] dtypes) -> Tensor[]",
     "enter(Tensor order) -> (Tensor, Tensor)",
     f"leave({_ORDER}) -> Tensor",
-    f"begin_pass(bool retain, str mode, Tensor[] roots, {_ORDER}) -> (Tensor[], Tensor)",
+    f"begin_pass(bool retain, str mode, float? timeout, Tensor[] roots, {_ORDER})"
+    " -> (Tensor[], Tensor)",
     f"end_pass(Tensor[] leaves, Tensor[] gradients, {_ORDER}) -> Tensor",
     f"perform(str key, {_ORDER}) -> Tensor",
 ):
@@ -266,9 +267,14 @@ def leave(context: Tensor, order: Tensor) -> Tensor:
 
 @_kernel
 def begin_pass(
-    retain: bool, mode: str, roots: list[Tensor], context: Tensor, order: Tensor
+    retain: bool,
+    mode: str,
+    timeout: float | None,
+    roots: list[Tensor],
+    context: Tensor,
+    order: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
-    passes.begin_pass(passes.context_of(context), retain, mode)
+    passes.begin_pass(passes.context_of(context), retain, mode, timeout)
     return [torch.ones_like(root) for root in roots], _order()
 
 
@@ -326,7 +332,7 @@ def _(order):  # type: ignore[no-untyped-def]
 
 
 @_fake("begin_pass")
-def _(retain, mode, roots, context, order):  # type: ignore[no-untyped-def]
+def _(retain, mode, timeout, roots, context, order):  # type: ignore[no-untyped-def]
     return [torch.empty_like(root) for root in roots], _order()
 
 

@@ -54,10 +54,10 @@ def context_of(token: Tensor) -> Context | None:
     return None if token.numel() == 1 else record_of(token).context
 
 
-def begin_pass(context: Context | None, retain: bool, mode: str) -> None:
+def begin_pass(context: Context | None, retain: bool, mode: str, timeout: float | None) -> None:
     context = context or require_context()
     options = Options(retain_graph=retain, mode=Mode(mode))
-    _open[context.id] = autograd_of().open_pass(context, options)
+    _open[context.id] = autograd_of().open_pass(context, options, timeout)
 
 
 def end_pass(

@@ -6,6 +6,7 @@ Each private call sits behind one small function here, and nowhere else. What is
 * A compiled function knows the function that it was made from.
 * Dynamo inlines a Python function, `polyfills.accumulate_grad`, for each leaf of a `backward` that
   it traces; so a function of ours in its place sees all leaves with their gradients.
+* Dynamo's settings can be changed by a block in the code that it traces.
 * The record that torch keeps of the type `ProcessGroup` has a place for a guard function.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import polyfills
+from torch._dynamo.decorators import DynamoConfigPatchProxy
 from torch._dynamo.source import ConstantSource
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -171,10 +173,15 @@ def _collect_gradient(x: Tensor, variable_grad: Any, new_grad: Any) -> Any:
 def collect_gradients() -> None:
     """Have traced backward passes of ours see their leaves; others go on as before."""
     polyfills.accumulate_grad = _collect_gradient
-    torch._dynamo.config.trace_autograd_ops = True
 
 
 collect_gradients()
+
+TRACING_BACKWARD = DynamoConfigPatchProxy(torch._dynamo.config.patch(trace_autograd_ops=True))
+"""In this block Dynamo traces `Tensor.backward`; elsewhere it does as the user's settings say.
+
+`torch._dynamo.patch_dynamo_config` makes such objects, for fewer settings. Dynamo enters and leaves
+the block while it traces, and leaves it also if it gives up."""
 
 
 def guard_opaque_type(cls: type, identity: Callable[[Any], list[Any]] | None) -> None:

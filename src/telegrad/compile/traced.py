@@ -198,7 +198,7 @@ def backward(
     token = _token_of(context_id)
     roots = list(roots)
     seeds, order = ops.begin_pass(
-        retain_graph, mode, [root.detach() for root in roots], token, _state.order
+        retain_graph, mode, timeout, [root.detach() for root in roots], token, _state.order
     )
     leaves: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -208,7 +208,8 @@ def backward(
     total = roots[0] * seeds[0]
     for root, seed in zip(roots[1:], seeds[1:], strict=True):
         total = total + root * seed
-    total.backward(retain_graph=retain_graph)
+    with torch_private.TRACING_BACKWARD:
+        total.backward(retain_graph=retain_graph)
     torch_private.collected.active = False
     _state.order = ops.end_pass(leaves, gradients, token, order)
 

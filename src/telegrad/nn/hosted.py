@@ -1,7 +1,7 @@
 """The module itself, on the worker where it lives, and what its remote faces ask of it.
 
-Faces of one module may call it at the same time, as threads of one process may call one module:
-nothing here adds a lock to what torch does.
+Faces of one module may call it at the same time, as threads of one process may call one module.
+Nothing here adds a lock to what torch does, but for the first calls of a compiled module.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from telegrad.nn.ambient import Ambient, Autocast
+from telegrad.nn.compilation import Compilation
 from telegrad.nn.lazy import resolve
 from telegrad.rpc import RRef
 
@@ -23,9 +24,12 @@ Conversions = Mapping[torch.dtype, tuple[torch.dtype, torch.device | None]]
 class HostedModule:
     """A module and the device to which its inputs are brought."""
 
-    def __init__(self, module: nn.Module, device: str | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, device: str | None = None, *, compiled: bool = False
+    ) -> None:
         self.module = module
         self.device = None if device is None else torch.device(device)
+        self._compilation = Compilation() if compiled else None
 
     def forward(self, around: Ambient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.compute(around, self.prepared(args), self.prepared(kwargs))
@@ -48,7 +52,14 @@ class HostedModule:
 
     def compute(self, around: Ambient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with around.restored():
-            return self.module(*args, **kwargs)
+            if self._compilation is None:
+                return self.module(*args, **kwargs)
+            with self._compilation.admit(args, kwargs):
+                return self.module(*args, **kwargs)
+
+    def _changed(self) -> None:
+        if self._compilation is not None:
+            self._compilation.forget()
 
     def _on_device(self, value: Any) -> Any:
         if self.device is None:
@@ -64,6 +75,7 @@ class HostedModule:
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        self._changed()
         return function(self.module, *args, **kwargs)
 
     def named_parameters(self, recurse: bool) -> list[tuple[str, RRef[nn.Parameter]]]:
@@ -73,14 +85,17 @@ class HostedModule:
         return dict(self.module.state_dict())
 
     def load_state_dict(self, state: dict[str, Any], assign: bool) -> tuple[list[str], list[str]]:
+        self._changed()
         found = self.module.load_state_dict(state, strict=False, assign=assign)
         return list(found.missing_keys), list(found.unexpected_keys)
 
     def train(self, mode: bool) -> None:
+        self._changed()
         self.module.train(mode)
 
     def to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """As `nn.Module.to`; if it names a device, inputs go there from now on."""
+        self._changed()
         self.module.to(*args, **kwargs)
         if _names_device(args, kwargs):
             self.device = next((tensor.device for tensor in self._tensors()), None)
@@ -94,6 +109,7 @@ class HostedModule:
 
     def convert(self, conversions: Conversions) -> None:
         """Bring each tensor to the dtype, and the device if one is given, of its own dtype."""
+        self._changed()
 
         def converted(tensor: torch.Tensor) -> torch.Tensor:
             dtype, device = conversions[tensor.dtype]
@@ -105,9 +121,11 @@ class HostedModule:
         self.module.zero_grad(set_to_none)
 
     def requires_grad_(self, requires_grad: bool) -> None:
+        self._changed()
         self.module.requires_grad_(requires_grad)
 
     def apply(self, function: Callable[[nn.Module], None]) -> None:
+        self._changed()
         self.module.apply(function)
 
 
@@ -135,4 +153,4 @@ def host(
         module.to(device)
     if compile:
         module.compile(**(compile if isinstance(compile, dict) else {}))
-    return RRef(HostedModule(module, device))
+    return RRef(HostedModule(module, device, compiled=bool(compile)))

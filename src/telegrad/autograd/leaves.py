@@ -24,7 +24,8 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd import torch_private
 
-_grad_slots = threading.RLock()
+grad_slots = threading.RLock()
+"""Held by whoever puts something into `.grad` for a moment: passes here, steps of optimizers."""
 _STRIDED = torch.strided
 _HAS_PROCESS_GROUPS = torch.distributed.is_available()
 
@@ -116,7 +117,7 @@ def _accumulate(
 ) -> dict[Tensor, Tensor]:
     leaves = list(nodes)
     gradients = [sums.pop(leaf) for leaf in leaves]
-    with _grad_slots:
+    with grad_slots:
         aside = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None

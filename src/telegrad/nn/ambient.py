@@ -8,8 +8,9 @@ recorded there no backward pass could reach.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -51,19 +52,34 @@ class Ambient:
             yield
 
 
-def ambient() -> Ambient:
-    """Under what the calling thread calls modules."""
-    recorded = torch.is_grad_enabled() and current_context() is not None
-    return Ambient(recorded, tuple(_autocast_regions()))
+def ambient() -> Ambient | None:
+    """Under what the calling thread calls modules; None if the call says it all by itself.
+
+    A call that is made in a context takes the caller's grad mode along.
+    """
+    context = current_context()
+    regions = tuple(_autocast_regions())
+    if context is not None and not regions:
+        return None
+    return Ambient(torch.is_grad_enabled() and context is not None, regions)
 
 
 def _autocast_regions() -> Iterator[Autocast]:
-    accelerator = torch.accelerator.current_accelerator()
-    device_types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    for device_type in device_types:
+    for device_type in _device_types():
         if torch.is_autocast_enabled(device_type):
             yield Autocast(
                 device_type,
                 torch.get_autocast_dtype(device_type),
                 torch.is_autocast_cache_enabled(),
             )
+
+
+@cache
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def under(around: Ambient | None) -> AbstractContextManager[object]:
+    """What `ambient` said, for the block, on the calling thread."""
+    return nullcontext() if around is None else around.restored()

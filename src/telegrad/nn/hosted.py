@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from telegrad.nn.ambient import Ambient, Autocast
+from telegrad.nn.ambient import Ambient, Autocast, under
 from telegrad.nn.compilation import Compilation
 from telegrad.nn.lazy import resolve
 from telegrad.rpc import RRef
@@ -31,7 +31,7 @@ class HostedModule:
         self.device = None if device is None else torch.device(device)
         self._compilation = Compilation() if compiled else None
 
-    def forward(self, around: Ambient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, around: Ambient | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.compute(around, self.prepared(args), self.prepared(kwargs))
 
     def forward_under(
@@ -50,8 +50,8 @@ class HostedModule:
         """Arguments as the module takes them: fetched, and on its device."""
         return self._on_device(resolve(value))
 
-    def compute(self, around: Ambient, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with around.restored():
+    def compute(self, around: Ambient | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with under(around):
             if self._compilation is None:
                 return self.module(*args, **kwargs)
             with self._compilation.admit(args, kwargs):

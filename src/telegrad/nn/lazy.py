@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from telegrad import autograd
-from telegrad.nn.ambient import Ambient, ambient
+from telegrad.nn.ambient import Ambient, ambient, under
 from telegrad.rpc import RRef, WorkerInfo, remote, rpc_sync
 
 T = TypeVar("T")
@@ -47,11 +47,11 @@ class Lazy(Generic[T]):
 
 
 def run_where_it_is(
-    function: Callable[..., Any], around: Ambient, args: Any, kwargs: dict[str, Any]
+    function: Callable[..., Any], around: Ambient | None, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """On the owner: wait for lazy arguments, then call."""
     args, kwargs = resolve(args), resolve(kwargs)
-    with around.restored():
+    with under(around):
         return function(*args, **kwargs)
 
 
@@ -63,13 +63,13 @@ def _backward(
 
 def resolve(value: Any) -> Any:
     """The value with each `Lazy` in it (in lists, tuples and dicts) replaced by what it is."""
-    match value:
-        case Lazy():
-            return value.to_here()
-        case tuple() if type(value) is tuple:
-            return tuple(resolve(item) for item in value)
-        case list() if type(value) is list:
-            return [resolve(item) for item in value]
-        case dict() if type(value) is dict:
-            return {key: resolve(item) for key, item in value.items()}
+    kind = type(value)
+    if kind is Lazy:
+        return value.to_here()
+    if kind is tuple:
+        return tuple([resolve(item) for item in value])
+    if kind is list:
+        return [resolve(item) for item in value]
+    if kind is dict:
+        return {key: resolve(item) for key, item in value.items()}
     return value

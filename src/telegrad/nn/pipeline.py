@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd
 from telegrad.autograd import AutogradError
-from telegrad.nn.ambient import ambient
+from telegrad.nn.ambient import Ambient, ambient, under
 from telegrad.nn.lazy import Lazy
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.stage import HostedStage, Turn, make_stage
@@ -165,13 +165,13 @@ def turn_around(
     loss: Loss,
     weights: list[float],
     context_id: int,
-    around: Any,
+    around: Ambient | None,
 ) -> list[Tensor]:
     """On the worker of the last stage: the losses of micro-batches, and backward from them."""
     losses = []
     for output, target, weight in zip(outputs, targets, weights, strict=True):
         value = output.to_here()
-        with around.restored():
+        with under(around):
             losses.append(loss(value, target) * weight)
     autograd.backward(context_id, losses)
     return [each.detach() for each in losses]

@@ -29,6 +29,7 @@ from telegrad.nn.ambient import ambient
 from telegrad.nn.hosted import HostedModule, host
 from telegrad.nn.lazy import Lazy
 from telegrad.rpc import CallFuture, RRef, WorkerInfo, rpc_sync
+from telegrad.rpc.rref import begin_method, finish_method
 from telegrad.wire.codec import extend
 
 _left_out: ContextVar[bool] = ContextVar("remote modules are left out", default=False)
@@ -97,7 +98,8 @@ class RemoteModule(nn.Module):
         """Run the module on its worker and wait. `Lazy` arguments are fetched by that worker."""
         if is_dynamo_compiling():
             return self.rref.rpc_sync(self.timeout).forward_under(*_modes(), args, kwargs)
-        return self.rref.rpc_sync(self.timeout).forward(ambient(), args, kwargs)
+        call = begin_method(self.rref, self.timeout, "forward", (ambient(), args, kwargs))
+        return finish_method(self.rref, call)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
         """As a call, but gives a future at once. Hooks of this object do not run."""

@@ -75,7 +75,7 @@ class HostedStage:
         self._hosted = hosted
         self._turns = Turns()
 
-    def forward(self, turn: Turn, around: Ambient, args: tuple[Any, ...]) -> Any:
+    def forward(self, turn: Turn, around: Ambient | None, args: tuple[Any, ...]) -> Any:
         try:
             inputs = self._hosted.prepared(args)
         except BaseException:

@@ -34,6 +34,8 @@ from telegrad.optim.owned import Founded, Group, Member, Options, OwnedOptimizer
 from telegrad.optim.parameters import references_of
 from telegrad.optim.treatment import Clamp, Treatment, clipping
 from telegrad.rpc import RRef, get_worker_info, rpc_async
+from telegrad.rpc.calls import Pending
+from telegrad.rpc.rref import begin_method, finish_method
 
 
 def _traced() -> Any:
@@ -241,7 +243,9 @@ class DistributedOptimizer(Optimizer):
             news = {
                 key: value
                 for key, value in group.items()
-                if key != "params" and not _same(value, sent.get(key, _ABSENT))
+                if value is not (known := sent.get(key, _ABSENT))
+                and key != "params"
+                and not _same(value, known)
             }
             if news:
                 changed[index] = news
@@ -345,36 +349,33 @@ class DistributedOptimizer(Optimizer):
         self, method: str, calls: Mapping[str, tuple[Any, ...]]
     ) -> tuple[dict[str, Any], dict[str, BaseException]]:
         """Call a method of several parts at once; what each returned, or raised."""
-        begun = [(owner, _begin(self._parts[owner], method, args)) for owner, args in calls.items()]
-        # This worker's own part runs while the others work.
-        begun.sort(key=lambda each: self._parts[each[0]].is_owner(), reverse=True)
+        begun: dict[str, Pending] = {}
+        here: list[str] = []
         answers: dict[str, Any] = {}
         failed: dict[str, BaseException] = {}
-        for owner, finish in begun:
+        for owner, args in calls.items():
+            part = self._parts[owner]
+            if part.is_owner():
+                here.append(owner)
+                continue
             try:
-                answers[owner] = finish()
+                begun[owner] = begin_method(part, None, method, args)
+            except Exception as error:
+                failed[owner] = error
+        # This worker's own part runs while the others work.
+        for owner in (*here, *begun):
+            part = self._parts[owner]
+            try:
+                if owner in begun:
+                    answers[owner] = finish_method(part, begun[owner])
+                else:
+                    answers[owner] = getattr(part.local_value(), method)(*calls[owner])
             except Exception as error:
                 failed[owner] = error
         return answers, failed
 
 
 _ABSENT = object()
-
-
-def _begin(part: RRef[OwnedOptimizer], method: str, args: tuple[Any, ...]) -> Callable[[], Any]:
-    """Begin a call of a part's method; what is returned finishes it."""
-    if part.is_owner():
-        return lambda: getattr(part.local_value(), method)(*args)
-    try:
-        future = getattr(part.rpc_async(), method)(*args)
-    except Exception as error:
-        problem = error
-
-        def fail() -> None:
-            raise problem
-
-        return fail
-    return future.wait  # type: ignore[no-any-return]
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
@@ -390,10 +391,15 @@ def _without_params(group: Mapping[str, Any]) -> Options:
 
 def _snapshot(options: Mapping[str, Any]) -> Options:
     """Options as they are now: schedulers change a tensor in place."""
-    return {
-        key: value.clone() if isinstance(value, Tensor) else value
-        for key, value in _without_params(options).items()
-    }
+    return {key: _as_it_is(value) for key, value in _without_params(options).items()}
+
+
+def _as_it_is(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+        return tuple(map(_as_it_is, value))
+    return value
 
 
 def _same(value: Any, sent: Any) -> bool:

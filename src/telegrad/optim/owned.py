@@ -5,16 +5,14 @@ into `.grad` for the moment of the step only, and what was there is put back: a 
 nor changes the gradients that code of the owner keeps in `.grad`.
 
 Several optimizers, of several trainers, may own parts that share parameters. All steps on one
-worker exclude each other: a parameter never sees half of two updates, and `.grad` never the
-gradient of another step.
+worker exclude each other, and the passes that use `.grad` for a moment as well: a parameter never
+sees half of two updates, and `.grad` never the gradient of another.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +21,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from telegrad.autograd.api import autograd_of
-from telegrad.autograd.leaves import add
+from telegrad.autograd.leaves import add, grad_slots
 from telegrad.optim.errors import OptimizerError
 from telegrad.optim.treatment import Treatment, all_finite, norms, treat
 from telegrad.rpc import RRef, get_worker_info
 
 Options = dict[str, Any]
 MakeOptimizer = Callable[..., Optimizer]
-
-_stepping = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +113,9 @@ class OwnedOptimizer:
     # Gradients.
 
     def accumulate(self, context_id: int) -> None:
-        for place, gradient in self._of_context(context_id).items():
-            self._accumulated[place] = _sum(self._accumulated.get(place), gradient)
+        with grad_slots:
+            for place, gradient in self._of_context(context_id).items():
+                self._accumulated[place] = add(self._accumulated.get(place), gradient)
 
     def zero_grad(self) -> None:
         self._accumulated.clear()
@@ -138,10 +135,9 @@ class OwnedOptimizer:
         self, context_id: int | None, treatments: Sequence[Treatment]
     ) -> dict[int, Tensor]:
         """The gradient of each parameter that has one, by its place here."""
-        total = dict(self._accumulated)
-        if context_id is not None:
-            for place, gradient in self._of_context(context_id).items():
-                total[place] = _sum(total.get(place), gradient)
+        total = {} if context_id is None else self._of_context(context_id)
+        for place, gradient in self._accumulated.items():
+            total[place] = add(gradient, total[place]) if place in total else gradient
         return dict(zip(total, treat(total.values(), treatments), strict=True))
 
     def _of_context(self, context_id: int) -> dict[int, Tensor]:
@@ -150,11 +146,8 @@ class OwnedOptimizer:
             # This worker took no part in it; that the context exists at all is the driver's to say.
             return {}
         found = context.gradients()
-        return {
-            place: found[parameter].detach()
-            for place, parameter in enumerate(self._parameters)
-            if parameter in found
-        }
+        gradients = {place: found.get(p) for place, p in enumerate(self._parameters)}
+        return {place: g.detach() for place, g in gradients.items() if g is not None}
 
     # Stepping.
 
@@ -166,40 +159,32 @@ class OwnedOptimizer:
         keep_undo: bool,
     ) -> None:
         """Apply the gradients; those that were accumulated are used up."""
-        with _stepping:
+        with grad_slots:
             self.set_options(options)
             gradients = self._gradients(context_id, treatments)
             undo = self._snapshot() if keep_undo else None
+            aside = [parameter.grad for parameter in self._parameters]
             try:
-                with self._in_place(gradients):
-                    self._optimizer.step()
+                self._put(gradients)
+                self._optimizer.step()
             except Exception as error:
                 if undo is not None:
                     self._restore(undo)
                 raise self._explained(error, gradients) from error
+            finally:
+                for parameter, gradient in zip(self._parameters, aside, strict=True):
+                    parameter.grad = gradient
             self._undo = undo
             self._accumulated.clear()
 
-    @contextmanager
-    def _in_place(self, gradients: Mapping[int, Tensor]) -> Iterator[None]:
-        aside = [parameter.grad for parameter in self._parameters]
-        try:
-            for place, parameter in enumerate(self._parameters):
-                parameter.grad = None
-                if place in gradients:
-                    self._put(place, gradients[place])
-            yield
-        finally:
-            for parameter, gradient in zip(self._parameters, aside, strict=True):
-                parameter.grad = gradient
-
-    def _put(self, place: int, gradient: Tensor) -> None:
-        try:
-            self._parameters[place].grad = gradient
-        except RuntimeError as error:
-            raise OptimizerError(
-                f"the gradient of parameter {self._members[place].name!r} does not fit: {error}"
-            ) from error
+    def _put(self, gradients: Mapping[int, Tensor]) -> None:
+        for place, parameter in enumerate(self._parameters):
+            try:
+                parameter.grad = gradients.get(place)
+            except RuntimeError as error:
+                raise OptimizerError(
+                    f"the gradient of parameter {self._members[place].name!r} does not fit: {error}"
+                ) from error
 
     def _explained(self, error: Exception, gradients: Mapping[int, Tensor]) -> OptimizerError:
         sparse = [place for place, gradient in gradients.items() if gradient.is_sparse]
@@ -229,7 +214,7 @@ class OwnedOptimizer:
 
     def undo(self) -> None:
         """Take the last step back: another worker could not make it."""
-        with _stepping:
+        with grad_slots:
             if self._undo is not None:
                 self._restore(self._undo)
                 self._undo = None
@@ -241,7 +226,7 @@ class OwnedOptimizer:
 
     def state(self) -> dict[int, dict[str, Any]]:
         """The optimizer's state of each parameter that has any, by the parameter's index."""
-        with _stepping:
+        with grad_slots:
             state = self._optimizer.state_dict()["state"]
         return {self._members[place].index: kept for place, kept in state.items()}
 
@@ -249,7 +234,7 @@ class OwnedOptimizer:
         self, state: Mapping[int, dict[str, Any]], options: Mapping[int, Options]
     ) -> None:
         """Take over state and options; torch casts them to the parameters' dtype and device."""
-        with _stepping:
+        with grad_slots:
             packed = self._optimizer.state_dict()
             packed["state"] = {
                 place: state[member.index]
@@ -264,12 +249,6 @@ class OwnedOptimizer:
 
     def named_parameters(self) -> list[tuple[Member, Tensor]]:
         return list(zip(self._members, self._parameters, strict=True))
-
-
-def _sum(total: Tensor | None, gradient: Tensor) -> Tensor:
-    both = add(total, gradient)
-    assert both is not None
-    return both
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,22 +272,44 @@ class _Proxy:
 class _Method:
     """What a call of an owner's method is called in errors; keeps its reference alive meanwhile."""
 
-    __slots__ = ("__qualname__", "rref")
+    __slots__ = ("method", "rref")
 
-    def __init__(self, rref: RRef[Any], name: str) -> None:
+    def __init__(self, rref: RRef[Any], method: str) -> None:
         self.rref = rref
-        self.__qualname__ = f"method {name!r} of {rref!r}"
+        self.method = method
+
+    @property
+    def __name__(self) -> str:
+        return f"method {self.method!r} of {self.rref!r}"
+
+
+def begin_method(
+    rref: RRef[Any],
+    timeout: float | None,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+) -> Pending:
+    """Begin a call of a method of the value, for one who will `finish_method` it.
+
+    The short way for telegrad's own parts: no future that others might wait for as well.
+    """
+    rref._check_usable("a call of one of its methods")
+    call = (tuple(rref._reference), name, args, kwargs or {})
+    pending = rref._node.call(rref.owner(), "invoke", call, None, timeout)
+    pending.target = _Method(rref, name)
+    return pending
+
+
+def finish_method(rref: RRef[Any], pending: Pending) -> Any:
+    """Wait for what `begin_method` began: its result, or its error."""
+    return rref._node.wait(pending)
 
 
 def _invoke_sync(
     rref: RRef[Any], timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    node = rref._node
-    pending = node.call(
-        rref.owner(), "invoke", (tuple(rref._reference), name, args, kwargs), None, timeout
-    )
-    pending.target = _Method(rref, name)
-    return node.wait(pending)
+    return rref._node.wait(begin_method(rref, timeout, name, args, kwargs))
 
 
 def _invoke_async(
@@ -302,8 +324,11 @@ def _invoke_async(
 def _invoke_remote(
     rref: RRef[Any], timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RRef[Any]:
-    call = (rref, name, args, kwargs)
-    return remote_reference(rref._node, rref.owner(), call_method, call, None, timeout)
+    call = (tuple(rref._reference), name, args, kwargs)
+    made = remote_reference(rref._node, rref.owner(), call_method_of, call, None, timeout)
+    assert made._creation is not None
+    made._creation.target = _Method(rref, name)
+    return made
 
 
 def call_method(
@@ -312,6 +337,18 @@ def call_method(
     """On the owner: call a method of the value behind a reference."""
     method = getattr(rref.local_value(), name)
     return as_result(rref._node.coroutines, method, method(*args, **kwargs))
+
+
+def call_method_of(
+    reference: tuple[int, int, int], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    """On the owner: as `call_method`, for a caller that keeps its own reference meanwhile.
+
+    A reference that is only named, and not passed on, costs no message of the reference protocol.
+    """
+    node = current_node()
+    method = getattr(node.values.value(ReferenceId(*reference)), name)
+    return as_result(node.coroutines, method, method(*args, **kwargs))
 
 
 def _leave(rref: RRef[Any], passage: Passage | None) -> object:
@@ -338,4 +375,11 @@ extend(
     "worker", WorkerInfo, lambda info, _: (info.name, info.id), lambda data, _: WorkerInfo(*data)
 )
 
-__all__ = ["RRef", "State", "call_method", "remote_reference"]
+__all__ = [
+    "RRef",
+    "State",
+    "begin_method",
+    "call_method",
+    "finish_method",
+    "remote_reference",
+]

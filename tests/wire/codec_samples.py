@@ -7,7 +7,7 @@ from enum import Enum, Flag, auto
 from functools import wraps
 from typing import Any, NamedTuple
 
-from telegrad.wire.codec import export, extend
+from telegrad.wire.codec import Trust, export, extend
 
 
 class Point(NamedTuple):
@@ -69,7 +69,7 @@ def _rebuild(number: Any, scope: Any) -> Ticket:
     return Ticket(number)
 
 
-extend("test.ticket", Ticket, _reduce, _rebuild)
+extend("test.ticket", Ticket, _reduce, _rebuild, trust=Trust.DATA)
 
 
 @export
@@ -87,6 +87,9 @@ class Record:
     a: Any
     b: Any = None
 
+    def total(self) -> Any:
+        return self.a
+
 
 @export
 class Pair(NamedTuple):
@@ -98,6 +101,21 @@ class Pair(NamedTuple):
 class Mode(Enum):
     ON = 1
     OFF = 2
+
+
+@export
+@dataclass(frozen=True)
+class Pairing:
+    """Hashed by its fields."""
+
+    a: Any
+    b: Any = None
+
+
+@export
+class Rights(Flag):
+    READ = auto()
+    WRITE = auto()
 
 
 def _doubling(fn: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ import torch
 
 from telegrad.wire.arena import Arena, ArenaView
 from telegrad.wire.errors import CodecError
-from telegrad.wire.frames import HEADER, HEADER_SIZE, Frame, FrameLimits, Kind
+from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, Frame, FrameLimits, Kind
 from telegrad.wire.link import Link, LinkBroken, LinkClosed
 from telegrad.wire.session import SessionError
 from telegrad.wire.stream import PlainStream
@@ -369,6 +370,36 @@ def test_a_bad_frame_is_refused_before_anything_is_allocated(name: str) -> None:
     near.sendall(BAD[name])
     with pytest.raises(CodecError):
         receive(link)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_shared_memory_that_was_not_lent_cannot_be_given_back(large: bool) -> None:
+    near, far = socket.socketpair()
+    link = Link(PlainStream(far), arena=Arena(1 << 20))
+    meta = bytes(70_000) if large else b""
+    total = 8 + len(meta)
+    near.sendall(HEADER.pack(Kind.CALL, 0, 0, 0, 1, len(meta), total, 1, 0, 1) + bytes(8) + meta)
+    with pytest.raises(CodecError, match="gives back shared memory wrongly"):
+        receive(link)
+
+
+def test_a_frame_for_which_there_is_no_memory_is_refused() -> None:
+    near, far = socket.socketpair()
+    link = Link(PlainStream(far), limits=FrameLimits(1 << 62, 1 << 30, 1 << 20))
+    huge = 1 << 60
+    row = struct.pack("<QQ", huge, INLINE)
+    near.sendall(HEADER.pack(Kind.CALL, 0, 0, 1, 0, 0, 16 + huge, 1, 0, 1) + row)
+    with pytest.raises(CodecError, match="no memory for a frame"):
+        receive(link)
+
+
+def test_a_large_frame_of_housekeeping_is_no_message() -> None:
+    near, far = socket.socketpair()
+    link = Link(PlainStream(far))
+    meta = bytes(70_000)
+    near.sendall(HEADER.pack(Kind.HOUSEKEEPING, 0, 0, 0, 0, len(meta), len(meta), 1, 0, 0) + meta)
+    near.sendall(HEADER.pack(Kind.CALL, 0, 0, 0, 0, 0, 0, 2, 0, 7))
+    assert receive(link).call_id == 7
 
 
 def test_random_bytes_never_pass_for_more_than_frames() -> None:

@@ -14,6 +14,7 @@ from telegrad.rpc.node import Passage
 from telegrad.rpc.references import ForkId, Handle, ReferenceId
 from telegrad.rpc.rref import RRef
 from telegrad.wire.names import EXTENSIONS, Extension
+from telegrad.wire.trust import Trust
 
 
 class Borrowed:
@@ -65,4 +66,4 @@ def _leave_made(made: MadeRRef, passage: Passage | None) -> object:
 
 for _cls, _reduce in ((Borrowed, _leave_borrowed), (MadeRRef, _leave_made)):
     # They travel under the name of RRef, and arrive as one: the receiver need not know this room.
-    EXTENSIONS[_cls] = Extension("rref", _cls, _reduce, _cannot_arrive)
+    EXTENSIONS[_cls] = Extension("rref", _cls, _reduce, _cannot_arrive, Trust.DATA)

@@ -4,7 +4,8 @@
 - Containers nest to a limit; unknown tags and bytes behind the end are refused.
 - `Trust.DATA` imports nothing and unpickles nothing: `NAMED` looks into what was exported,
   `OPAQUE` is refused, and attributes are set past all descriptors.
-- A tuple met before is refused inside of what will be hashed (see `encode`).
+- A tuple met before is refused inside of what will be hashed (see `encode`), and what a hash may
+  cost is bounded (see `hashing`).
 
 Objects are numbered at the very points where the encoder numbers them.
 """
@@ -17,12 +18,17 @@ from typing import Any, TypeAlias
 
 import torch
 
+from telegrad.wire.classes import dataclass_fields
 from telegrad.wire.errors import CodecError
+from telegrad.wire.hashing import LARGE, check_hashes, hashed_objects
 from telegrad.wire.layouts import DTYPES
 from telegrad.wire.opaque import TreeUnpickler
 from telegrad.wire.primitives import ByteBuffer, Reader
 from telegrad.wire.tags import LAYOUTS, MEMORY_FORMATS, Tag
 from telegrad.wire.trust import Limits, Trust
+
+_HASHED_OBJECTS = 1 << 14
+_HASHED_OBJECTS_PER_BYTE = 16
 
 _INT = Struct("<q")
 _FLOAT = Struct("<d")
@@ -33,6 +39,7 @@ class Decoder(Reader):
     __slots__ = (
         "depth",
         "hashed",
+        "hashing",
         "limits",
         "objects",
         "pickled",
@@ -63,6 +70,7 @@ class Decoder(Reader):
         self.limits = limits
         self.depth = 0
         self.hashed = 0
+        self.hashing = 0
 
     def value(self) -> Any:
         position = self.position
@@ -73,7 +81,15 @@ class Decoder(Reader):
         self.hashed += 1
         value = self.value()
         self.hashed -= 1
+        if type(value) is not str:
+            self.about_to_hash(value)
         return value
+
+    def about_to_hash(self, value: Any) -> None:
+        """Refuse what takes longer to hash than a message of this length may ask for."""
+        if isinstance(value, tuple) or dataclass_fields(type(value)) is not None:
+            room = _HASHED_OBJECTS + _HASHED_OBJECTS_PER_BYTE * len(self.data)
+            self.hashing += hashed_objects(value, room - self.hashing)
 
     def items(self) -> list[Any]:
         data, limits = self.data, self.limits
@@ -219,26 +235,43 @@ def _dict(d: Decoder) -> dict[Any, Any]:
         return value
     count = d.count(d.limits.items, "elements")
     d.descend()
-    for _ in range(count):
-        key = d.key()
-        value[key] = d.value()
+    if count > LARGE:
+        _fill_large_dict(d, value, count)
+    else:
+        for _ in range(count):
+            key = d.key()
+            value[key] = d.value()
     d.depth -= 1
     return value
+
+
+def _fill_large_dict(d: Decoder, value: dict[Any, Any], count: int) -> None:
+    items = [(d.key(), d.value()) for _ in range(count)]
+    check_hashes([key for key, _ in items])
+    value.update(items)
+
+
+def _read_elements(d: Decoder) -> list[Any]:
+    d.hashed += 1
+    items = d.items()
+    d.hashed -= 1
+    for item in items:
+        if type(item) is not str:
+            d.about_to_hash(item)
+    if len(items) > LARGE:
+        check_hashes(items)
+    return items
 
 
 def _set(d: Decoder) -> set[Any]:
     value: set[Any] = set()
     d.objects.append(value)
-    d.hashed += 1
-    value.update(d.items())
-    d.hashed -= 1
+    value.update(_read_elements(d))
     return value
 
 
 def _frozenset(d: Decoder) -> frozenset[Any]:
-    d.hashed += 1
-    value = frozenset(d.items())
-    d.hashed -= 1
+    value = frozenset(_read_elements(d))
     if not d.hashed:
         d.objects.append(value)
     return value

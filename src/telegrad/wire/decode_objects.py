@@ -69,6 +69,9 @@ def _dataclass(d: Decoder) -> Any:
             object.__setattr__(obj, name, d.value())
     for _ in range(d.count(d.limits.items, "attributes")):
         name = d.text()
+        if d.trust is Trust.DATA and hasattr(cls, name):
+            # A method of the class would be hidden by whatever the peer puts in its place.
+            raise CodecError(f"a message sets {name!r}, which is no field of {cls.__qualname__}")
         # Not setattr: a message must not reach __class__ or a property.
         obj.__dict__[name] = d.value()
     d.depth -= 1
@@ -92,7 +95,13 @@ def _enum(d: Decoder) -> Enum:
 
 
 def _enum_value(d: Decoder) -> Enum:
-    return _read_enum_class(d)(d.value())
+    cls = _read_enum_class(d)
+    value = d.value()
+    if type(value) is not int:
+        raise CodecError(
+            f"flags of {cls.__qualname__} are combined to a {type(value).__qualname__}"
+        )
+    return cls(value)
 
 
 def _extension(d: Decoder) -> Any:
@@ -100,6 +109,8 @@ def _extension(d: Decoder) -> Any:
     extension = EXTENSIONS_BY_NAME.get(name)
     if extension is None:
         raise CodecError(f"the extension {name!r} is not registered on this worker")
+    if d.trust is Trust.DATA and extension.trust is not Trust.DATA:
+        raise CodecError(f"a {name!r} may hold code, and this worker takes data only")
     d.descend()
     data = d.value()
     d.depth -= 1

@@ -122,6 +122,8 @@ def _extension(e: Encoder, obj: Any) -> None:
     if e.was_met(obj):
         return
     extension = EXTENSIONS[type(obj)]
+    if e.trust is Trust.DATA and extension.trust is not Trust.DATA:
+        raise Refusal(obj, "it may hold code, and this job takes data only")
     data = extension.reduce(obj, e.scope)
     e.out.append(Tag.EXTENSION)
     write_text(e.out, extension.name)

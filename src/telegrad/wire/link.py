@@ -463,7 +463,10 @@ class Link:
         sizes = [table[2 * row] for row in range(rows) if table[2 * row + 1] == INLINE]
         if len(large.head) + sum(sizes) != total:
             raise CodecError("a frame's length and the lengths of its parts differ")
-        large.arrays = [np.empty(size, np.uint8) for size in sizes]
+        try:
+            large.arrays = [np.empty(size, np.uint8) for size in sizes]
+        except MemoryError:
+            raise CodecError(f"there is no memory for a frame of {total} bytes") from None
         large.targets.extend(memoryview(array.data) for array in large.arrays if array.nbytes)
         large.opened = True
 
@@ -482,6 +485,8 @@ class Link:
             buffers.append(next(arrays) if place == INLINE else self._shared(place, size))
         if freed:
             self._release(table[2 * rows :])
+        if kind == Kind.HOUSEKEEPING:
+            return None
         return Frame(kind, call_id, note, meta, buffers)
 
     def _shared(self, offset: int, size: int) -> ByteBuffer:
@@ -496,8 +501,11 @@ class Link:
     def _release(self, offsets: tuple[int, ...]) -> None:
         if self._arena is None:
             raise CodecError("a frame gives back shared memory that this link never lent")
-        for offset in offsets:
-            self._arena.release(offset)
+        try:
+            for offset in offsets:
+                self._arena.release(offset)
+        except ArenaError as error:
+            raise CodecError(f"a frame gives back shared memory wrongly: {error}") from None
 
     def _admit(self, seq: int, ack: int, size: int) -> bool:
         """Note the acknowledgement; whether the frame is new and to be taken."""

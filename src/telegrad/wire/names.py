@@ -38,6 +38,7 @@ class Extension:
     cls: type
     reduce: Callable[[Any, Any], Any]
     rebuild: Callable[[Any, Any], Any]
+    trust: Trust
 
 
 EXPORTS: dict[str, object] = {}
@@ -68,16 +69,18 @@ def extend(
     cls: type[T],
     reduce: Callable[[T, Any], Any],
     rebuild: Callable[[Any, Any], T],
+    *,
+    trust: Trust = Trust.CODE,
 ) -> None:
     """Teach the codec a type: instances of exactly `cls` travel as what `reduce` gives for them.
 
-    The data may hold whatever can be packed. Under `Trust.DATA` extensions travel too, so
-    `rebuild` has to check what it is given.
+    The data may hold whatever can be packed. With `trust=Trust.DATA` they travel also between
+    workers that take data only: then `rebuild` has to check what it is given, type by type.
     """
     known = EXTENSIONS_BY_NAME.get(name)
     if known is not None and known.cls is not cls:
         raise ValueError(f"the extension {name!r} is taken by {known.cls.__qualname__}")
-    extension = Extension(name, cls, reduce, rebuild)
+    extension = Extension(name, cls, reduce, rebuild, trust)
     EXTENSIONS[cls] = extension
     EXTENSIONS_BY_NAME[name] = extension
 

@@ -310,7 +310,7 @@ def _read_record(
         tensor = _read_dense(reader, limits, storages)
     else:
         reader.position += 1
-        tensor = _read_composed(kind, reader, limits, storages)
+        tensor = _read_composed(kind, reader, limits)
     if first & _PARAMETER:
         return Parameter(tensor, requires_grad=bool(first & _REQUIRES_GRAD))
     return tensor.requires_grad_() if first & _REQUIRES_GRAD else tensor
@@ -350,6 +350,8 @@ def _read_stretch(
     number, offset, device = reader.size(), reader.size(), reader.text()
     if number > reader.taken:
         raise CodecError(f"a tensor is in buffer {number} before buffer {reader.taken} was used")
+    if number < reader.taken and (number, device) not in storages:
+        raise CodecError(f"a tensor is in buffer {number}, which belongs to another alone")
     buffer = reader.next_buffer() if number == reader.taken else reader.buffers[number]
     if offset % layout.dtype.itemsize or offset + layout.extent > len(buffer):
         raise CodecError(
@@ -369,14 +371,10 @@ def _storage_over(buffer: ByteBuffer, device: str) -> torch.UntypedStorage:
     return (seen.to(device) if device else seen).untyped_storage()
 
 
-def _read_composed(
-    kind: int,
-    reader: Reader,
-    limits: Limits,
-    storages: dict[tuple[int, str], torch.UntypedStorage],
-) -> torch.Tensor:
+def _read_composed(kind: int, reader: Reader, limits: Limits) -> torch.Tensor:
     def part() -> torch.Tensor:
-        return _read_dense(reader, limits, storages)
+        # Nobody else may have the memory of indices: they are checked once and believed for ever.
+        return _read_dense(reader, limits, {})
 
     if kind == _COO:
         coalesced, size = bool(reader.size()), _read_shape(reader, limits)

@@ -165,7 +165,7 @@ def decode(payload: tuple[Any, ...]) -> tuple[int, int, Message]:
     try:
         kind, bits, count, width, context_id, pass_id, over, number = _HEAD.unpack_from(head)
         numbers = unpack_from(f"<{count}Q", head, _HEAD.size) if count else ()
-    except StructError as problem:
+    except (StructError, TypeError) as problem:
         raise AutogradError(f"A message of a pass cannot be read: {problem}.") from problem
     message: Message
     if kind == _GRADIENT:
@@ -188,10 +188,17 @@ def decode(payload: tuple[Any, ...]) -> tuple[int, int, Message]:
     elif kind == _ABSENT:
         message = Absent(numbers)
     elif kind == _FAIL:
-        message = Fail(Failure(number, *rest))
+        message = Fail(_read_failure(number, rest))
     else:
         raise AutogradError(f"A message of the unknown kind {kind} came for pass {pass_id}.")
     return context_id, pass_id, message
+
+
+def _read_failure(worker: int, texts: list[Any]) -> Failure:
+    match texts:
+        case [str(name), str(message), str(trace)]:
+            return Failure(worker, name, message, trace)
+    raise AutogradError("A message says that a pass failed, but not how.")
 
 
 _MESSAGE_KINDS = ("begin", "gradient", "absent", "ack", "fail")

@@ -15,6 +15,7 @@ from telegrad.autograd.container import Census, Container
 from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, worker_of
 from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.describe import DESCRIBE, Part, part_of
+from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import Gradient, History, Options, decode, encode
 from telegrad.autograd.participant import Abandon, Lost, Missed, Participant
@@ -60,14 +61,14 @@ class Autograd:
             self._releases.add(context)
 
     def _on_describe(self, sender: int, context_id: int) -> Part | None:
-        return part_of(self.container.find(context_id))
+        return part_of(self.container.find(_number(context_id)))
 
     def _tell_census(self, workers: set[int]) -> None:
         self._pass_on(self.container.census(), workers)
 
     def _on_release(self, sender: int, payload: tuple[Any, ...]) -> None:
-        origin, version, newest, live = payload
-        census = Census(origin, version, newest, frozenset(live))
+        origin, version, newest = map(_number, payload[:3])
+        census = Census(origin, version, newest, frozenset(map(_number, payload[3])))
         told: set[int] = set()
         for context in self.container.learn(census):
             self._end(context, "Context {} was released during backward.")
@@ -101,7 +102,7 @@ class Autograd:
 
     def _on_holder(self, sender: int, context_id: int) -> None:
         """A worker holds a context of ours and lost one through whom it might have been told."""
-        context = self.container.find(context_id)
+        context = self.container.find(_number(context_id))
         if context is not None:
             context.know(sender)
         if context is None or context.released:
@@ -159,7 +160,8 @@ class Autograd:
     def _on_backward(
         self, sender: int, reference: Any, context_id: int, retain_graph: bool
     ) -> None:
-        backward_on_owner(self, ReferenceId(*reference), context_id, retain_graph)
+        named = ReferenceId(*map(_number, reference))
+        backward_on_owner(self, named, _number(context_id), bool(retain_graph))
 
     def learn(self, context: Context, history: History) -> None:
         """A message told which earlier passes of its initiator are over."""
@@ -216,6 +218,13 @@ class Autograd:
             "num_autograd_contexts": len(self.container),
             "num_current_backward_passes": sum(part.active for part in parts),
         }
+
+
+def _number(value: Any) -> int:
+    """What others send as a number is one: other values may take for ever to hash or to show."""
+    if type(value) is not int:
+        raise AutogradError(f"A message holds a {type(value).__name__} where a number has to be.")
+    return value
 
 
 class OpenPass:

@@ -18,6 +18,7 @@ from telegrad.rpc.errors import (
     JobClosed,
     NotInitialized,
     ReferenceLost,
+    Refused,
     RemoteError,
     RendezvousError,
     TelegradError,
@@ -25,6 +26,7 @@ from telegrad.rpc.errors import (
     WorkerLost,
 )
 from telegrad.rpc.futures import CallFuture
+from telegrad.rpc.limits import Limits
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.worker import WorkerInfo
 
@@ -32,9 +34,11 @@ __all__ = [
     "CallFuture",
     "CallTimeout",
     "JobClosed",
+    "Limits",
     "NotInitialized",
     "RRef",
     "ReferenceLost",
+    "Refused",
     "RemoteError",
     "RendezvousError",
     "TelegradError",

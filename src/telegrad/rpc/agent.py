@@ -20,7 +20,7 @@ from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import WorkerLost
 from telegrad.rpc.incoming import Incoming
 from telegrad.rpc.loopback import Loopback
-from telegrad.rpc.meeting import CutShort, Meeting, Visit, Visitor, greet, meet
+from telegrad.rpc.meeting import Connected, CutShort, Meeting, Visit, Visitor, greet, meet
 from telegrad.rpc.members import Member
 from telegrad.rpc.node import Node, Reply, report_background_error
 from telegrad.rpc.outgoing import Outgoing
@@ -51,6 +51,7 @@ class Agent:
         self.slow_functions = SlowFunctions()
         self._meeting = meeting
         self._liveness = liveness
+        self._limits = node.limits.of_frames()
         self._pulse = min(0.5, liveness / 10)
         self.silence = threading.Condition()
         self._lock = threading.Lock()
@@ -100,7 +101,7 @@ class Agent:
             return
         incoming = self._incoming.get(to)
         if incoming is not None:
-            incoming.reply(call_id, reply)
+            incoming.reply_late(call_id, reply)
 
     def wait(self, pending: Pending) -> None:
         self.blocking()
@@ -191,7 +192,7 @@ class Agent:
             except OSError as error:
                 self.lose(worker, f"it cannot be reached ({error})")
                 raise WorkerLost(f"worker {member.info.name!r} cannot be reached") from error
-            link = Link(visit.stream, arena=visit.arena, view=visit.view, freed=visit.freed)
+            link = self._link(visit)
             made = Outgoing(self, member, session, link)
             with self._lock:
                 if worker in self._ended or self._closed:
@@ -199,6 +200,15 @@ class Agent:
                     raise WorkerLost(f"worker {member.info.name!r} is gone")
                 self._outgoing[worker] = made
             return made
+
+    def _link(self, connected: Connected) -> Link:
+        return Link(
+            connected.stream,
+            arena=connected.arena,
+            view=connected.view,
+            freed=connected.freed,
+            limits=self._limits,
+        )
 
     def _meet(self, member: Member, session: str) -> Visit:
         """Connect; again, if the connection is cut before the two have met.
@@ -272,7 +282,7 @@ class Agent:
 
     def _welcome(self, visitor: Visitor) -> None:
         member = self.node.members.member(visitor.hello.worker_id)
-        link = Link(visitor.stream, arena=visitor.arena, view=visitor.view, freed=visitor.freed)
+        link = self._link(visitor)
         incoming = Incoming(self, member, visitor.hello.session, link)
         with self._lock:
             refused = self._closed or member.info.id in self._ended

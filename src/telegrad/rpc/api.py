@@ -15,6 +15,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.closing import Closing
 from telegrad.rpc.errors import NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
+from telegrad.rpc.limits import Limits
 from telegrad.rpc.meeting import Meeting
 from telegrad.rpc.members import Members
 from telegrad.rpc.node import DEFAULT_TIMEOUT, Node, current_node, find_node, set_process_node
@@ -45,6 +46,7 @@ def init_rpc(
     plaintext: bool = False,
     transports: Collection[str] = ("unix", "tcp"),
     trust: str = "code",
+    limits: Limits | None = None,
     rpc_timeout: float = DEFAULT_TIMEOUT,
     join_timeout: float = 60.0,
     liveness: float = LIVENESS,
@@ -63,7 +65,8 @@ def init_rpc(
     `rpc_timeout` bounds every call that does not say otherwise, in seconds (0: no bound);
     `liveness` is how long a broken connection may take to come back before its worker counts as
     lost. With `trust="data"` nothing that arrives is ever unpickled, and others can call only
-    functions marked with `telegrad.export`.
+    functions marked with `telegrad.export`. `limits` bounds what each of them may send and have
+    run at a time; by default little is allowed under `trust="data"`.
     """
     with _starting:
         if find_node() is not None:
@@ -81,7 +84,7 @@ def init_rpc(
             raise
         threads = Threads()
         runtime = ThreadRuntime(threads)
-        node = Node(visit.info, members, runtime, trust=trusted, timeout=rpc_timeout)
+        node = Node(visit.info, members, runtime, trust=trusted, limits=limits, timeout=rpc_timeout)
         agent = Agent(node, threads, meeting, liveness)
         node.transport = runtime.transport = agent
         node.services["closing"] = Closing(node)

@@ -90,6 +90,9 @@ class Closing:
                 node.call(member.info, CLOSING, (ROLL_CALL, 0, 0, 0), None, 0, _nothing)
 
     def _join(self, sender: int, number: int, made: int, finished: int, open_: int) -> Later:
+        if any(type(each) is not int for each in (number, made, finished, open_)):
+            raise ValueError("what came is no message of a worker that wants to leave")
+
         def subscribe(finish: Finish) -> None:
             if number == ROLL_CALL:
                 finish(False, None)

@@ -38,6 +38,10 @@ class CallTimeout(TelegradError, TimeoutError):
     """A call did not end in its time."""
 
 
+class Refused(TelegradError):
+    """The other worker does not do what was asked of it: not for this one, or not now."""
+
+
 class WorkerLost(TelegradError, ConnectionError):
     """The worker that an operation depended on is gone."""
 

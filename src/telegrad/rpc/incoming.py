@@ -50,6 +50,9 @@ class Incoming:
         self._seen_turn = 0
         self._ticks_seen = 0
         self._function: object | None = None
+        # Requests that run, or will be answered, while another thread reads.
+        self._aside = 0
+        self._most_aside = agent.node.limits.calls_in_flight
         link.nudge = agent.watch.poke
         link.stream.set_receive_timeout(IDLE_TIMEOUT)
         self._descriptor = link.stream.fileno()
@@ -102,10 +105,19 @@ class Incoming:
             with self._lock:
                 if self._leader is me:
                     self._turn += 1
+                else:
+                    self._aside -= 1
         self._flush()
 
     def _serve(self, frame: Frame, me: object) -> None:
-        reply = self.agent.node.serve(self.member.info.id, frame)
+        node, worker = self.agent.node, self.member.info.id
+        if self._aside >= self._most_aside and frame.kind == Kind.CALL:
+            reply: Reply | None = node.too_many_calls(worker)
+        else:
+            reply = node.serve(worker, frame)
+            if reply is None and frame.kind == Kind.CALL:
+                with self._lock:
+                    self._aside += 1
         if reply is not None:
             later = self._leader is me and self.link.has_frame()
             self.reply(frame.call_id, reply, later)
@@ -122,6 +134,12 @@ class Incoming:
             return
         except Exception:
             report_background_error(f"a reply to worker {self.member.info.name!r}")
+
+    def reply_late(self, call_id: int, reply: Reply) -> None:
+        """The answer to a request that was left open when its turn ended."""
+        with self._lock:
+            self._aside -= 1
+        self.reply(call_id, reply)
 
     def _flush(self) -> None:
         if self.link.has_unwritten:
@@ -157,6 +175,7 @@ class Incoming:
                 return False
             heir = self._leader = object()
             self._turn += 1
+            self._aside += 1
         self.agent.threads.run(lambda: self._lead(heir))
         return True
 

@@ -25,17 +25,19 @@ from telegrad.rpc.crossing import Crossing, NoCrossing, Scope
 from telegrad.rpc.errors import (
     JobClosed,
     NotInitialized,
+    Refused,
     RemoteError,
     RemoteTraceback,
     TelegradError,
     WorkerLost,
 )
+from telegrad.rpc.limits import Limits, default_limits
 from telegrad.rpc.members import Members
 from telegrad.rpc.results import Later, as_result
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.values import Values
 from telegrad.rpc.worker import WorkerInfo
-from telegrad.wire.codec import Packed, Trust, pack, unpack
+from telegrad.wire.codec import Packed, Trust, is_exported, pack, unpack
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import Frame, Kind
 
@@ -121,6 +123,7 @@ class Node:
         *,
         crossing: Crossing | None = None,
         trust: Trust = Trust.CODE,
+        limits: Limits | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         self.info = info
@@ -128,6 +131,10 @@ class Node:
         self.runtime = runtime
         self.crossing: Crossing = crossing or _default_crossing
         self.trust = trust
+        self.data_only = trust is Trust.DATA
+        self.limits = limits or default_limits(trust)
+        self._codec_limits = self.limits.of_codec()
+        self._usual_limits = self.limits == default_limits(Trust.CODE)
         self.timeout = timeout
         self.calls = Calls()
         self.services: dict[str, Any] = {}
@@ -202,7 +209,7 @@ class Node:
         value, _ = self._open(pending.callee.id, frame)
         self.values.opened()
         if frame.kind == Kind.ERROR:
-            raise _rebuild_error(value, self.trust)
+            raise _rebuild_error(_told_error(value), self.trust)
         return value
 
     def discard(self, sender: int, frame: Frame) -> None:
@@ -273,6 +280,8 @@ class Node:
             if type(target) is str:
                 result = self._operation(target)(sender, *args)
             else:
+                if self.data_only:
+                    self.require_exported(target)
                 self.values.await_confirmed()
                 self.transport.starting(target)
                 result = as_result(self.coroutines, target, target(*args, **kwargs))
@@ -284,6 +293,25 @@ class Node:
             reply = self._failure(error)
         self._finished.add(sender)
         return reply
+
+    def require_exported(self, target: object) -> None:
+        if not is_exported(target):
+            name = getattr(target, "__qualname__", type(target).__qualname__)
+            raise Refused(
+                f"worker {self.info.name!r} takes data only and does not run {name}: mark it with "
+                "@telegrad.export there"
+            )
+
+    def too_many_calls(self, sender: int) -> Reply:
+        """The answer to a call that is one too many; it is not run."""
+        self._finished.add(sender)
+        return self._failure(
+            Refused(
+                f"worker {self.info.name!r} already runs {self.limits.calls_in_flight} calls of "
+                f"worker {self.members.name(sender)!r} and takes no more: wait for some of them, "
+                "or raise rpc.Limits.calls_in_flight there"
+            )
+        )
 
     def _reply_later(
         self, to: int, call_id: int, later: Later, scope: Scope | None, target: object
@@ -305,9 +333,10 @@ class Node:
     def _serve_post(self, sender: int, frame: Frame) -> None:
         try:
             (topic, payload), scope = self._open(sender, frame)
-            handler = self._topics.get(topic)
+            # Not every value can be hashed or shown in time: see wire/hashing.py.
+            handler = self._topics.get(topic) if type(topic) is str else None
             if handler is None:
-                raise CodecError(f"a post for the unknown topic {topic!r} came from {sender}")
+                raise CodecError(f"a post for an unknown topic came from {sender}")
             if scope is None:
                 handler(sender, payload)
             else:
@@ -342,16 +371,37 @@ class Node:
 
     def _pack(self, value: object, to: int) -> Packed:
         try:
-            return pack(value, self.passage(to), self.trust)
+            packed = pack(value, self.passage(to), self.trust)
+            if not self._usual_limits:
+                self._check_size(packed)
+            return packed
         except BaseException:
             self.values.take_back()
             raise
         finally:
             self.values.packed()
 
+    def _check_size(self, packed: Packed) -> None:
+        """The others have the same limits, as a rule: better an error here than a cut link."""
+        limits = self.limits
+        total = len(packed.meta) + sum(buffer.nbytes for buffer in packed.buffers)
+        for name, size in (
+            ("metadata_bytes", len(packed.meta)),
+            ("tensors", len(packed.buffers)),
+            ("message_bytes", total),
+        ):
+            if size > getattr(limits, name):
+                raise ValueError(
+                    f"a message with {size} {name.replace('_', ' ')} passes the limit of "
+                    f"{getattr(limits, name)}: send less at a time, or raise rpc.Limits.{name} on "
+                    "every worker"
+                )
+
     def _open(self, sender: int, frame: Frame) -> tuple[Any, Scope | None]:
         if not frame.note:
-            return unpack(frame.meta, frame.buffers, self.passage(sender), self.trust), None
+            passage = self.passage(sender)
+            limits = self._codec_limits
+            return unpack(frame.meta, frame.buffers, passage, self.trust, limits), None
         scopes: list[Scope | None] = []
 
         def arrive(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -359,7 +409,9 @@ class Node:
             scopes.append(scope)
             return tensors
 
-        value = unpack(frame.meta, frame.buffers, self.passage(sender), self.trust, arrive=arrive)
+        passage = self.passage(sender)
+        limits = self._codec_limits
+        value = unpack(frame.meta, frame.buffers, passage, self.trust, limits, arrive)
         return value, scopes[0]
 
     # Endings.
@@ -421,6 +473,19 @@ def _describe_error(worker: str, error: BaseException, trust: Trust) -> dict[str
         "traceback": "".join(traceback.format_exception(error)),
         "error": blob,
     }
+
+
+def _told_error(value: Any) -> dict[str, Any]:
+    match value:
+        case {
+            "worker": str(),
+            "type": str(),
+            "message": str(),
+            "traceback": str(),
+            "error": None | bytes(),
+        }:
+            return dict(value)
+    raise CodecError("an error came in a form that cannot be read")
 
 
 def _rebuild_error(data: dict[str, Any], trust: Trust) -> BaseException:

@@ -52,6 +52,8 @@ What the driver owes:
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -212,9 +214,10 @@ class _Pin(NamedTuple):
 class References:
     """One worker's part of the protocol. Methods are events; `take_actions` is the answer."""
 
-    def __init__(self, me: int) -> None:
+    def __init__(self, me: int, number: Callable[[], int] | None = None) -> None:
+        """`number` gives one that it never gave before, for the name of a reference or a fork."""
         self._me = me
-        self._next_number = 0
+        self._number = number or itertools.count().__next__
         self._owned: dict[ReferenceId, _Owned] = {}
         self._held: dict[ForkId, _Held] = {}
         self._pins: dict[ForkId, _Pin] = {}
@@ -563,11 +566,6 @@ class References:
             "pins": len(self._pins),
             "fences": len(self._awaited),
         }
-
-    def _number(self) -> int:
-        number = self._next_number
-        self._next_number += 1
-        return number
 
     def _post(self, to: int, message: Message) -> None:
         if to == self._me:

@@ -13,8 +13,9 @@ from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.node import Node, Passage, current_node
 from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
 from telegrad.rpc.results import as_result
+from telegrad.rpc.values import read_transfer
 from telegrad.rpc.worker import WorkerInfo
-from telegrad.wire.codec import extend
+from telegrad.wire.codec import Trust, export, extend
 
 T = TypeVar("T")
 
@@ -331,11 +332,14 @@ def _invoke_remote(
     return made
 
 
+@export
 def call_method(
     rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> object:
     """On the owner: call a method of the value behind a reference."""
-    method = getattr(rref.local_value(), name)
+    if not isinstance(rref, RRef):
+        raise TypeError(f"a {type(rref).__qualname__} where a reference has to be")
+    method = rref._node.values.method_of(rref.local_value(), name)
     return as_result(rref._node.coroutines, method, method(*args, **kwargs))
 
 
@@ -363,16 +367,25 @@ def _leave(rref: RRef[Any], passage: Passage | None) -> object:
 def _arrive(data: Any, passage: Passage | None) -> RRef[Any]:
     if passage is None:
         raise ValueError("a reference came outside of a call")
-    (owner, created_on, number), (fork_on, fork_number) = data
-    reference = ReferenceId(owner, created_on, number)
+    transfer = read_transfer(data)
     node = passage.node
-    handle = node.values.arrive(Transfer(reference, ForkId(fork_on, fork_number)))
-    return RRef._of(node, reference, handle)
+    return RRef._of(node, transfer.reference, node.values.arrive(transfer))
 
 
-extend("rref", RRef, _leave, _arrive)
+def _arrive_worker(data: Any, passage: Passage | None) -> WorkerInfo:
+    match data:
+        case (str(name), int(worker)):
+            return WorkerInfo(name, worker)
+    raise ValueError("a worker is known by a name and a number")
+
+
+extend("rref", RRef, _leave, _arrive, trust=Trust.DATA)
 extend(
-    "worker", WorkerInfo, lambda info, _: (info.name, info.id), lambda data, _: WorkerInfo(*data)
+    "worker",
+    WorkerInfo,
+    lambda info, _: (info.name, info.id),
+    _arrive_worker,
+    trust=Trust.DATA,
 )
 
 __all__ = [

@@ -11,13 +11,22 @@ later.
 
 from __future__ import annotations
 
+import inspect
+import secrets
 import threading
 import traceback
 from collections import deque
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from telegrad.rpc.calls import afresh
-from telegrad.rpc.errors import CallTimeout, ReferenceLost, RemoteTraceback, TelegradError
+from telegrad.rpc.errors import (
+    CallTimeout,
+    ReferenceLost,
+    Refused,
+    RemoteTraceback,
+    TelegradError,
+)
 from telegrad.rpc.references import (
     Accepted,
     Action,
@@ -41,11 +50,13 @@ from telegrad.rpc.references import (
     Unpin,
 )
 from telegrad.rpc.results import Finish, Later, as_result
+from telegrad.wire.names import is_exported
 
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
 
 TOPIC = "reference"
+MAX_EARLY = 1 << 16
 
 
 class _Journey(threading.local):
@@ -87,7 +98,9 @@ class Values:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._core = References(node.info.id)
+        # Who may name a value may have it. Where workers do not trust each other, a name must
+        # therefore be told, not guessed.
+        self._core = References(node.info.id, _unguessable if node.data_only else None)
         self._changed = node.runtime.condition()
         self._stored: dict[ReferenceId, object] = {}
         self._waiters: dict[ReferenceId, list[Finish]] = {}
@@ -263,27 +276,36 @@ class Values:
     # Operations that others call.
 
     def _create(self, sender: int, transfer: Any, target: Any, args: Any, kwargs: Any) -> object:
-        created = _transfer(transfer)
-        with self._changed:
-            self._introduce()
-            self._core.create_requested(created)
-        self._act()
+        created = self._requested(sender, transfer)
         return self._make(created.reference, target, args, kwargs)
 
-    def _create_failed(self, sender: int, transfer: Any, reason: str) -> None:
-        created = _transfer(transfer)
+    def _requested(self, sender: int, transfer: Any) -> Transfer:
+        created = read_transfer(transfer)
+        reference, fork = created
+        if reference.owner != self._node.info.id or not (
+            reference.created_on == fork.created_on == sender
+        ):
+            raise ValueError("a worker names values that others make by names of its own only")
         with self._changed:
             self._introduce()
             self._core.create_requested(created)
         self._act()
+        return created
+
+    def _create_failed(self, sender: int, transfer: Any, reason: str) -> None:
+        created = self._requested(sender, transfer)
         self._settle(created.reference, None, TelegradError(reason))
 
     def _fill(self, sender: int, reference: Any, target: Any, args: Any, kwargs: Any) -> object:
-        return self._make(ReferenceId(*reference), target, args, kwargs)
+        if sender != self._node.info.id:
+            raise ValueError("a worker fills its own references only")
+        return self._make(_reference(reference), target, args, kwargs)
 
     def _make(self, reference: ReferenceId, target: Any, args: Any, kwargs: Any) -> object:
         """Run the function that makes the value. Its error is for those who ask for the value."""
         try:
+            if self._node.data_only:
+                self._node.require_exported(target)
             self.await_confirmed()
             self._node.transport.starting(target)
             result = as_result(self._node.coroutines, target, target(*args, **kwargs))
@@ -318,7 +340,7 @@ class Values:
             finish(value, error)
 
     def _fetch(self, sender: int, reference: Any) -> object:
-        named = ReferenceId(*reference)
+        named = _reference(reference)
         with self._changed:
             state = self._core.state(named)
             if state not in (State.PENDING, State.PROMISED):
@@ -329,11 +351,25 @@ class Values:
         return Later(lambda finish: self.when_ready(named, finish))
 
     def _invoke(self, sender: int, reference: Any, name: str, args: Any, kwargs: Any) -> object:
-        owner = self.value(ReferenceId(*reference))
+        owner = self.value(_reference(reference))
         self.await_confirmed()
-        method = getattr(owner, name)
+        method = self.method_of(owner, name)
         self._node.transport.starting(getattr(method, "__func__", method))
         return as_result(self._node.coroutines, method, method(*args, **kwargs))
+
+    def method_of(self, value: object, name: str) -> Any:
+        """A method that another worker calls by its name."""
+        if not self._node.data_only:
+            return getattr(value, name)
+        # The class decides alone: what an instance holds may have come from anywhere.
+        function = inspect.getattr_static(type(value), name, None) if type(name) is str else None
+        if not isinstance(function, FunctionType) or not is_exported(function):
+            kind = type(value).__qualname__
+            raise Refused(
+                f"worker {self._node.info.name!r} takes data only and does not run that method "
+                f"of a {kind}: mark the method with @telegrad.export"
+            )
+        return MethodType(function, value)
 
     # The protocol's messages and actions.
 
@@ -341,6 +377,8 @@ class Values:
         number, data = payload
         with self._changed:
             inbox = self._inboxes.setdefault(sender, _Inbox())
+            if type(number) is not int or not 0 < number - inbox.seen <= MAX_EARLY:
+                raise ValueError("a message of the reference protocol has a number out of turn")
             inbox.early[number] = _message(data)
             message = inbox.begin_next()
         failure: Exception | None = None
@@ -432,9 +470,27 @@ def _kept(worker: str, error: BaseException) -> BaseException:
     return kept
 
 
-def _transfer(data: Any) -> Transfer:
+def _unguessable() -> int:
+    return secrets.randbits(62)
+
+
+def _reference(data: Any) -> ReferenceId:
+    match data:
+        case (int(owner), int(created_on), int(number)):
+            return ReferenceId(owner, created_on, number)
+    raise ValueError("a reference is named by three numbers")
+
+
+def _fork(data: Any) -> ForkId:
+    match data:
+        case (int(created_on), int(number)):
+            return ForkId(created_on, number)
+    raise ValueError("a fork is named by two numbers")
+
+
+def read_transfer(data: Any) -> Transfer:
     reference, fork = data
-    return Transfer(ReferenceId(*reference), ForkId(*fork))
+    return Transfer(_reference(reference), _fork(fork))
 
 
 def _transfer_data(transfer: Transfer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -463,20 +519,20 @@ def _data(message: Message) -> tuple[Any, ...]:
 def _message(data: Any) -> Message:
     match data:
         case ("register", transfer, int(holder)):
-            return Register(_transfer(transfer), holder)
+            return Register(read_transfer(transfer), holder)
         case ("release", transfer):
-            return Release(_transfer(transfer))
+            return Release(read_transfer(transfer))
         case ("accepted", fork):
-            return Accepted(ForkId(*fork))
+            return Accepted(_fork(fork))
         case ("unpin", fork):
-            return Unpin(ForkId(*fork))
+            return Unpin(_fork(fork))
         case ("gone", fork):
-            return Gone(ForkId(*fork))
-        case ("fence", lost):
+            return Gone(_fork(fork))
+        case ("fence", [*lost]) if all(type(worker) is int for worker in lost):
             return Fence(tuple(lost))
         case ("fenced", int(lost)):
             return Fenced(lost)
-    raise ValueError(f"{data!r} is no message of the reference protocol")
+    raise ValueError("what came is no message of the reference protocol")
 
 
 def _timeout(reference: ReferenceId, timeout: float) -> TelegradError:

@@ -35,7 +35,7 @@ from telegrad.wire.decode_objects import read_tree
 from telegrad.wire.encode import Encoder
 from telegrad.wire.encode_objects import write_tree
 from telegrad.wire.errors import CodecError, Refusal, Unpackable
-from telegrad.wire.names import export, extend
+from telegrad.wire.names import export, extend, is_exported
 from telegrad.wire.paths import path_to
 from telegrad.wire.primitives import ByteBuffer, write_size
 from telegrad.wire.tensors import read_table, write_table
@@ -50,6 +50,7 @@ __all__ = [
     "Unpackable",
     "export",
     "extend",
+    "is_exported",
     "pack",
     "unpack",
 ]

@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -45,6 +45,8 @@ EXPORTS: dict[str, object] = {}
 EXTENSIONS: dict[type, Extension] = {}
 EXTENSIONS_BY_NAME: dict[str, Extension] = {}
 
+# By identity: an object that compares equal to an exported one is another object.
+_exported: dict[int, object] = {}
 _names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
@@ -60,8 +62,15 @@ def export(target: T) -> T:
         name = next((name for name in candidates if "<" not in name), None)
     if name is None:
         raise TypeError(f"{target!r} has no name to export; define it at the top of a module")
-    EXPORTS[name] = target
+    EXPORTS[name] = _exported[id(target)] = target
     return target
+
+
+def is_exported(target: object) -> bool:
+    """Whether it was exported itself, or is an exported function bound to some object."""
+    if id(target) in _exported:
+        return True
+    return type(target) is MethodType and id(target.__func__) in _exported
 
 
 def extend(

@@ -178,6 +178,33 @@ def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, {"layer": remote})
 
 
+def test_a_checkpoint_exists_from_the_first_save_on(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert not checkpoint.exists(path)
+    path.mkdir()
+    assert not checkpoint.exists(path)
+    checkpoint.save(path, {"epoch": 1})
+    assert checkpoint.exists(path)
+    assert checkpoint.exists(str(path))
+
+
+def test_workers_without_state_and_modules_under_two_names_are_no_obstacle(tmp_path: Path) -> None:
+    silent = RemoteModule("worker2", nn.ReLU)
+    layer = RemoteModule("worker1", Layer, SIZES[0])
+    optimizer = DistributedOptimizer(optim.SGD, layer, lr=0.1)
+    contents: dict[str, object] = {
+        "silent": silent,
+        "one": layer,
+        "other": layer,
+        "optimizer": optimizer,
+    }
+    checkpoint.save(tmp_path, contents)
+    expected = layer.state_dict()
+    spoil(layer)
+    checkpoint.load(tmp_path, contents)
+    torch.testing.assert_close(layer.state_dict(), expected)
+
+
 def test_a_directory_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         checkpoint.load(tmp_path, {})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,18 +71,28 @@ def die_when_its_file_is_to_be_synced() -> None:
     os.fsync = die
 
 
-def die_before_the_new_checkpoint_is_put_in_place() -> None:
-    os.replace = die
+FILE_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.scandir"}
 
 
-def die_after_the_new_checkpoint_is_put_in_place() -> None:
-    replace = os.replace
+def die_at(number: int, directory: Path) -> None:
+    """Die before this worker's operation of that number on files of the directory."""
+    left = itertools.count(number, -1)
+    sync = os.fsync
 
-    def replace_and_die(*args: Any) -> None:
-        replace(*args)
-        die()
+    def strike() -> None:
+        if next(left) == 0:
+            die()
 
-    os.replace = replace_and_die  # type: ignore[assignment]
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event in FILE_EVENTS and str(directory) in str(args[0]):
+            strike()
+
+    def strike_and_sync(descriptor: int) -> None:
+        strike()
+        sync(descriptor)
+
+    os.fsync = strike_and_sync  # type: ignore[assignment]
+    sys.addaudithook(audit)
 
 
 def arm(worker: str, weapon: Callable[[], None]) -> None:
@@ -112,25 +124,59 @@ def test_a_worker_that_dies_while_it_writes_leaves_the_old_checkpoint(
     assert len(left) == 2, f"the metadata and the file of worker1, no left-overs: {left}"
 
 
-@pytest.mark.parametrize(
-    ("weapon", "expected"),
-    [
-        (die_before_the_new_checkpoint_is_put_in_place, {1.0}),
-        (die_after_the_new_checkpoint_is_put_in_place, {2.0}),
-    ],
-)
-def test_a_driver_that_dies_leaves_the_old_or_the_new_checkpoint(
-    make_job: Callable[..., Job],
-    tmp_path: Path,
-    weapon: Callable[[], None],
-    expected: set[float],
-) -> None:
-    job = make_job("main", "worker1", "worker2")
-    begin(job, tmp_path)
-    job["main"].do(weapon)
-    with pytest.raises(ConnectionError):
-        job["main"].do(save, tmp_path)
+def make_local_module() -> None:
+    made["layer0"] = Layer(*SIZES[0])  # type: ignore[assignment]
 
-    again = make_job("main", "worker1", "worker2")
-    again["main"].do(make_modules, "worker1", "worker2")
-    assert again["main"].do(load, tmp_path) == expected
+
+def test_a_driver_that_dies_at_any_operation_on_files_loses_neither(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The driver is killed before its first operation, its second, ... until a save ends."""
+    found: list[set[float]] = []
+    for number in itertools.count():
+        path = tmp_path / str(number)
+        doomed = make_job("main")["main"]
+        doomed.do(make_local_module)
+        doomed.do(fill, 1.0)
+        doomed.do(save, path)
+        doomed.do(fill, 2.0)
+        doomed.do(die_at, number, path)
+        try:
+            doomed.do(save, path)
+        except ConnectionError:
+            survivor = make_job("main")["main"]
+            survivor.do(make_local_module)
+            found.append(survivor.do(load, path))
+            assert survivor.do(save, path) == ""
+            left = sorted(file.name for file in path.iterdir())
+            assert len(left) == 2, f"metadata and one file, nothing of the save that died: {left}"
+        else:
+            break
+    before, after = found.count({1.0}), found.count({2.0})
+    print(f"died at {len(found)} operations: {before} times the old one, {after} times the new one")
+    assert before >= 5
+    assert after >= 2
+    assert found == [{1.0}] * before + [{2.0}] * after, "never half, never back"
+
+
+def test_a_worker_that_dies_at_any_operation_on_files_leaves_the_old_checkpoint(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    deaths = 0
+    for number in itertools.count():
+        path = tmp_path / str(number)
+        job = make_job("main", "worker1")
+        job["main"].do(make_modules, "worker1")
+        job["main"].do(fill, 1.0)
+        assert job["main"].do(save, path) == ""
+        job["main"].do(fill, 2.0)
+        job["worker1"].do(die_at, number, path)
+        told = job["main"].do(save, path)
+        if not told:
+            break
+        deaths += 1
+        assert "worker 'worker1' could not write its part" in told
+        survivor = make_job("main")["main"]
+        survivor.do(make_local_module)
+        assert survivor.do(load, path) == {1.0}
+    assert deaths >= 2

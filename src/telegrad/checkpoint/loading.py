@@ -72,6 +72,14 @@ def load(
     return _restore(contents, values)
 
 
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory holds a complete checkpoint: whether `load` would find one.
+
+    epoch = load("run/last", contents)["epoch"] + 1 if exists("run/last") else 0
+    """
+    return (Path(path) / METADATA).exists()
+
+
 class Staged:
     """On the worker: its part as it was read, before anything is changed."""
 
@@ -93,7 +101,7 @@ def _stage(part: Part, directory: str, metadata: Metadata, strict: bool) -> RRef
 
 
 def _metadata(directory: Path) -> Metadata:
-    if not (directory / METADATA).exists():
+    if not exists(directory):
         raise CheckpointError(
             f"{directory} has no complete checkpoint: no save to it has ended, or it is not the "
             "directory that was given to save."

@@ -181,6 +181,28 @@ class Pairs(nn.Module):
         return {"sum": (a + b) * x["factor"], "list": [a, b]}
 
 
+class Masked(nn.Module):
+    """Takes a keyword for each row, and one for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor, *, mask: Tensor, factor: float) -> Tensor:
+        return x * self.weight * mask * factor
+
+
+class InPlace(nn.Module):
+    """Changes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.weight).relu_() * self.weight
+
+
 class Widen(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

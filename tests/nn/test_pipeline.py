@@ -124,6 +124,45 @@ def test_as_a_module_it_gives_the_output_of_the_batch() -> None:
         torch.testing.assert_close(autograd.get_gradients(context_id)[there], here.grad)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_keywords_go_to_the_first_stage_cut_like_the_batch(schedule: str) -> None:
+    local = [modules.Masked(), modules.stage(1)]
+    stages = [
+        RemoteModule("worker1", modules.Masked),
+        RemoteModule("worker2", modules.stage, (1,)),
+    ]
+    pipeline = Pipeline(stages, 4, schedule)
+    x, y = batch(11)
+    mask = (torch.arange(11) % 3 != 0).float().unsqueeze(1)
+    expected = local[1](local[0](x, mask=mask, factor=2.0))
+    torch.testing.assert_close(pipeline(x, mask=mask, factor=2.0), expected.detach())
+    nn.functional.mse_loss(expected, y).backward()
+    with autograd.context() as context_id:
+        loss = nn.functional.mse_loss
+        pipeline.forward_backward(context_id, x, y, loss, mask=mask, factor=2.0)
+        found = [stage.run(gradients_of, context_id) for stage in stages]
+    for layer, gradients in zip(local, found, strict=True):
+        torch.testing.assert_close(gradients, [p.grad for p in layer.parameters()])
+
+
+@pytest.mark.parametrize("places", [("worker1", "worker2"), ("worker1", "worker1")])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_may_change_their_inputs_in_place(schedule: str, places: tuple[str, str]) -> None:
+    local = nn.Sequential(modules.linear(6, 6, 0), modules.InPlace())
+    stages = [
+        RemoteModule(places[0], modules.linear, (6, 6, 0)),
+        RemoteModule(places[1], modules.InPlace),
+    ]
+    pipeline = Pipeline(stages, 3, schedule)
+    x, y = batch(8)
+    nn.functional.mse_loss(local(x), y).backward()
+    with autograd.context() as context_id:
+        pipeline.forward_backward(context_id, x, y, nn.functional.mse_loss)
+        found = [stage.run(gradients_of, context_id) for stage in stages]
+    for layer, gradients in zip(local, found, strict=True):
+        torch.testing.assert_close(gradients, [p.grad for p in layer.parameters()])
+
+
 def test_containers_are_cut_and_put_together() -> None:
     attend = RemoteModule("worker1", modules.Pairs)
     pipeline = Pipeline([attend], 3)

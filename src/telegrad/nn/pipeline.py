@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -48,6 +49,14 @@ class Reduction(Enum):
 
     MEAN = "mean"
     SUM = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What the first stage is called with."""
+
+    x: Any
+    kwargs: dict[str, Any]
 
 
 class Pipeline(nn.Module):
@@ -89,23 +98,36 @@ class Pipeline(nn.Module):
         """The worker of each stage."""
         return [hosted.owner_name() for hosted in self._hosted]
 
-    def forward(self, x: Any) -> Any:
-        """The output of the last stage for the whole batch, here."""
+    def forward(self, x: Any, **kwargs: Any) -> Any:
+        """The output of the last stage for the whole batch, here. Keywords go to the first stage.
+
+        Tensors of the input, in containers too, are cut along their first dimension; what else
+        there is goes to every micro-batch as it is.
+        """
         run = next(self._runs)
-        outputs = [self._send(Turn(run, i), part) for i, part in enumerate(self._split(x))]
+        inputs = self._inputs(x, kwargs)
+        outputs = [self._send(Turn(run, number), part) for number, part in enumerate(inputs)]
         return join([output.to_here(self.timeout) for output in outputs])
 
     def forward_backward(
-        self, context_id: int, x: Any, target: Any, loss: Loss, reduction: str = "mean"
+        self,
+        context_id: int,
+        x: Any,
+        target: Any,
+        loss: Loss,
+        reduction: str = "mean",
+        **kwargs: Any,
     ) -> Tensor:
         """Forward and backward of one batch; returns the loss of the whole batch.
 
         `loss(output, target)` runs on the worker of the last stage, so it must have a name to
-        travel by. `reduction` says whether it is a mean over the batch or a sum.
+        travel by. `reduction` says whether it is a mean over the batch or a sum. Other keywords go
+        to the first stage.
         """
         _check_context(context_id)
-        inputs, targets = self._split(x), self._split(target)
-        weights = _weights([batch_size(part) for part in inputs], Reduction(reduction))
+        inputs = self._inputs(x, kwargs)
+        targets = split(target, len(inputs))
+        weights = _weights([batch_size(part.x) for part in inputs], Reduction(reduction))
         if self.schedule is Schedule.GPIPE:
             losses = self._all_then_back(context_id, inputs, targets, loss, weights)
         else:
@@ -115,7 +137,7 @@ class Pipeline(nn.Module):
     def _all_then_back(
         self,
         context_id: int,
-        inputs: list[Any],
+        inputs: list[MicroBatch],
         targets: list[Any],
         loss: Loss,
         weights: list[float],
@@ -128,7 +150,7 @@ class Pipeline(nn.Module):
     def _one_by_one(
         self,
         context_id: int,
-        inputs: list[Any],
+        inputs: list[MicroBatch],
         targets: list[Any],
         loss: Loss,
         weights: list[float],
@@ -143,20 +165,23 @@ class Pipeline(nn.Module):
             futures.append(self._at_the_end(call))
         return [future.wait()[0] for future in futures]
 
-    def _send(self, turn: Turn, value: Any) -> Lazy[Any]:
+    def _send(self, turn: Turn, part: MicroBatch) -> Lazy[Any]:
         """Let a micro-batch pass through all stages; the output stays at the last."""
         around = ambient()
-        for hosted in self._hosted:
-            value = Lazy(hosted.remote(self.timeout).forward(turn, around, (value,)))
-        assert isinstance(value, Lazy)
+        first, *others = self._hosted
+        call = (turn, around, (part.x,), part.kwargs)
+        value: Lazy[Any] = Lazy(first.remote(self.timeout).forward(*call))
+        for hosted in others:
+            value = Lazy(hosted.remote(self.timeout).forward(turn, around, (value,), {}))
         return value
 
     def _at_the_end(self, call: tuple[Any, ...]) -> Any:
         worker = self._hosted[-1].owner()
         return rpc_async(worker, turn_around, (*call, ambient()), timeout=self.timeout)
 
-    def _split(self, value: Any) -> list[Any]:
-        return split(value, min(self.micro_batches, batch_size(value)))
+    def _inputs(self, x: Any, kwargs: dict[str, Any]) -> list[MicroBatch]:
+        parts = min(self.micro_batches, batch_size(x))
+        return list(map(MicroBatch, split(x, parts), split(kwargs, parts)))
 
 
 def turn_around(

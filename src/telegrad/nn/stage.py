@@ -75,14 +75,16 @@ class HostedStage:
         self._hosted = hosted
         self._turns = Turns()
 
-    def forward(self, turn: Turn, around: Ambient | None, args: tuple[Any, ...]) -> Any:
+    def forward(
+        self, turn: Turn, around: Ambient | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         try:
-            inputs = self._hosted.prepared(args)
+            args, kwargs = self._hosted.prepared(args), self._hosted.prepared(kwargs)
         except BaseException:
             self._turns.pass_on(turn)
             raise
         with self._turns.taken(turn):
-            return self._hosted.compute(around, inputs, {})
+            return self._hosted.compute(around, args, kwargs)
 
 
 def make_stage(module: RRef[HostedModule]) -> RRef[HostedStage]:

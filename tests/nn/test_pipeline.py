@@ -195,6 +195,11 @@ def test_what_cannot_be_a_pipeline_is_refused() -> None:
         Pipeline([stage], 2, "zigzag")
     with autograd.context() as context_id, pytest.raises(autograd.AutogradError, match="works in"):
         Pipeline([stage], 2).forward_backward(context_id + 1, *batch(), nn.functional.mse_loss)
+    with autograd.context() as context_id, pytest.raises(ValueError, match="11 has targets for 3"):
+        Pipeline([stage], 2).forward_backward(
+            context_id, batch()[0], batch(3)[1], nn.functional.mse_loss
+        )
+    assert Pipeline([stage], 2)(torch.zeros(0, 6)).shape == (0, 6)
     with pytest.raises(TypeError, match="no tensor"):
         Pipeline([stage], 2)({"factor": 2.0})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -146,6 +148,31 @@ def test_parameters_are_references_with_names() -> None:
         [rref.to_here().detach() for rref in remote.parameters()],
         [p.detach() for p in local.parameters()],
     )
+
+
+def test_buffers_are_references_with_names() -> None:
+    remote = RemoteModule("worker1", modules.mixed, (1,))
+    found = {name: rref.to_here() for name, rref in remote.named_buffers(prefix="layer")}
+    expected = {f"layer.{name}": b for name, b in modules.mixed(1).named_buffers()}
+    torch.testing.assert_close(found, expected)
+    assert len(list(remote.buffers())) == len(expected)
+
+
+def test_a_deep_copy_is_another_module_on_the_same_worker() -> None:
+    _, remote = pair()
+    parent = nn.Sequential(nn.Identity(), remote).eval()
+    twin = copy.deepcopy(parent)
+    assert twin[1].owner == remote.owner
+    assert not twin[1].training
+    remote.apply(modules.fill_with_ones)
+    assert not torch.equal(twin(x()), parent(x()))
+    torch.testing.assert_close(twin(x()), pair()[0](x()).detach())
+
+
+def test_outside_of_calls_it_is_not_pickled() -> None:
+    _, remote = pair()
+    with pytest.raises(TypeError, match=r"RemoteModule\(on worker1\) cannot be pickled"):
+        pickle.dumps(nn.Sequential(remote))
 
 
 def test_state_of_a_parent_includes_that_of_the_remote_child() -> None:

@@ -6,6 +6,7 @@ Nothing here adds a lock to what torch does, but for the first calls of a compil
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -80,6 +81,13 @@ class HostedModule:
 
     def named_parameters(self, recurse: bool) -> list[tuple[str, RRef[nn.Parameter]]]:
         return [(name, RRef(p)) for name, p in self.module.named_parameters(recurse=recurse)]
+
+    def named_buffers(self, recurse: bool) -> list[tuple[str, RRef[torch.Tensor]]]:
+        return [(name, RRef(b)) for name, b in self.module.named_buffers(recurse=recurse)]
+
+    def copied(self) -> RRef[HostedModule]:
+        """A reference to a copy that shares nothing with this module."""
+        return RRef(copy.deepcopy(self))
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.module.state_dict())

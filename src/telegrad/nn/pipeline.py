@@ -125,6 +125,11 @@ class Pipeline(nn.Module):
         to the first stage.
         """
         _check_context(context_id)
+        if batch_size(target) != batch_size(x):
+            raise ValueError(
+                f"A batch of {batch_size(x)} has targets for {batch_size(target)}: both are cut "
+                "into micro-batches along their first dimension."
+            )
         inputs = self._inputs(x, kwargs)
         targets = split(target, len(inputs))
         weights = _weights([batch_size(part.x) for part in inputs], Reduction(reduction))
@@ -180,7 +185,7 @@ class Pipeline(nn.Module):
         return rpc_async(worker, turn_around, (*call, ambient()), timeout=self.timeout)
 
     def _inputs(self, x: Any, kwargs: dict[str, Any]) -> list[MicroBatch]:
-        parts = min(self.micro_batches, batch_size(x))
+        parts = min(self.micro_batches, batch_size(x) or 1)
         return list(map(MicroBatch, split(x, parts), split(kwargs, parts)))
 
 

@@ -142,6 +142,18 @@ class RemoteModule(nn.Module):
         for _, rref in self.named_parameters(recurse=recurse):
             yield rref
 
+    def named_buffers(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
+        """Names and references to the buffers, which stay on their worker."""
+        lead = f"{prefix}." if prefix else ""
+        for name, rref in self._ask.named_buffers(recurse):
+            yield lead + name, rref
+
+    def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
+        for _, rref in self.named_buffers(recurse=recurse):
+            yield rref
+
     def state_dict(  # type: ignore[override]
         self,
         *,
@@ -223,6 +235,18 @@ class RemoteModule(nn.Module):
         """Clear `.grad` on the worker. Gradients of autograd contexts are not kept there."""
         self._ask.zero_grad(set_to_none)
 
+    # As an object.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteModule:
+        """A copy on the same worker, with parameters of its own."""
+        return _face(self._ask.copied(), self.remote_device, self.timeout, self.training)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self!r} cannot be pickled, for it would be of no use outside of its job: send it as "
+            "an argument of a call, or save its state_dict()."
+        )
+
     def extra_repr(self) -> str:
         return f"on {self.remote_device}"
 
@@ -232,7 +256,13 @@ def _leave(module: RemoteModule, _: object) -> tuple[object, ...]:
 
 
 def _arrive(data: Any, _: object) -> RemoteModule:
-    rref, remote_device, timeout, training = data
+    return _face(*data)
+
+
+def _face(
+    rref: RRef[HostedModule], remote_device: str, timeout: float | None, training: bool
+) -> RemoteModule:
+    """Another object for a module that exists already."""
     module = RemoteModule.__new__(RemoteModule)
     nn.Module.__init__(module)
     module._take(rref, remote_device, timeout)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
-from telegrad.autograd.api import retrieve_context
+from telegrad.autograd.api import autograd_of, retrieve_context
 from telegrad.optim.errors import OptimizerError, StepFailed
 from telegrad.optim.owned import Founded, Group, Member, Options, OwnedOptimizer, found_part
 from telegrad.optim.parameters import references_of
@@ -201,7 +201,16 @@ class DistributedOptimizer(Optimizer):
 
     def treat(self, context_id: int | None, treatment: Treatment) -> None:
         """Have something done to the gradients of the next step."""
+        if context_id not in self._treatments:
+            self._forget_ended_contexts()
         self._treatments.setdefault(context_id, []).append(treatment)
+
+    def _forget_ended_contexts(self) -> None:
+        """Whoever clips does not always step."""
+        live = autograd_of().container
+        ended = [i for i in self._treatments if i is not None and live.find(i) is None]
+        for context_id in ended:
+            del self._treatments[context_id]
 
     def _name(self, index: int) -> str:
         member = next(m for group in self._members for m in group if m.index == index)
@@ -262,9 +271,9 @@ class DistributedOptimizer(Optimizer):
     def _fail(self, stepped: Mapping[str, Any], failed: Mapping[str, BaseException]) -> None:
         if self._atomic:
             _, lost = self._attempt("undo", dict.fromkeys(stepped, ()))
-            failure = StepFailed({**failed, **lost}, ())
+            failure = StepFailed({**failed, **lost}, (), undone=True)
         else:
-            failure = self._failure = StepFailed(failed, tuple(stepped))
+            failure = self._failure = StepFailed(failed, tuple(stepped), undone=False)
         raise failure from next(iter(failed.values()))
 
     def _refuse_after_failure(self) -> None:

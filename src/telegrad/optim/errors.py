@@ -15,12 +15,15 @@ class StepFailed(OptimizerError):
     """A step could not be made on every worker.
 
     `failed` has the error of each worker that could not make it, `stepped` names those that did.
-    With `atomic=True` the latter have undone it, and `stepped` is empty.
+    With `atomic=True` the latter have undone it: `undone` is true, and `stepped` is empty.
     """
 
-    def __init__(self, failed: Mapping[str, BaseException], stepped: Sequence[str]) -> None:
+    def __init__(
+        self, failed: Mapping[str, BaseException], stepped: Sequence[str], undone: bool
+    ) -> None:
         self.failed = dict(failed)
         self.stepped = tuple(stepped)
+        self.undone = undone
         super().__init__(self._text())
 
     def _text(self) -> str:
@@ -28,14 +31,16 @@ class StepFailed(OptimizerError):
             f"On worker {name!r}: {type(error).__name__}: {error}"
             for name, error in self.failed.items()
         )
-        if self.stepped:
-            state = (
-                f"Stepped: {', '.join(self.stepped)}. Parameters are from different steps now: "
-                "load a checkpoint, or make the optimizer with atomic=True so that this cannot be."
-            )
-        else:
-            state = "No worker kept the step."
-        return f"The optimizer step failed. {causes} {state}"
+        return f"The optimizer step failed. {causes} {self._state()}"
+
+    def _state(self) -> str:
+        if self.undone:
+            return "No worker kept the step."
+        return (
+            f"Stepped: {', '.join(self.stepped) or 'no other'}. Parameters may be from different "
+            "steps now: load a checkpoint, or make the optimizer with atomic=True so that this "
+            "cannot be."
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (StepFailed, (self.failed, self.stepped))
+        return (StepFailed, (self.failed, self.stepped, self.undone))

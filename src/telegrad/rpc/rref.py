@@ -13,7 +13,7 @@ from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.node import Node, Passage, current_node
 from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
 from telegrad.rpc.results import as_result
-from telegrad.rpc.values import read_transfer
+from telegrad.rpc.values import read_reference, read_transfer
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Trust, export, extend
 
@@ -343,6 +343,7 @@ def call_method(
     return as_result(rref._node.coroutines, method, method(*args, **kwargs))
 
 
+@export
 def call_method_of(
     reference: tuple[int, int, int], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> object:
@@ -351,7 +352,7 @@ def call_method_of(
     A reference that is only named, and not passed on, costs no message of the reference protocol.
     """
     node = current_node()
-    method = getattr(node.values.value(ReferenceId(*reference)), name)
+    method = node.values.method_of(node.values.value(read_reference(reference)), name)
     return as_result(node.coroutines, method, method(*args, **kwargs))
 
 

@@ -299,7 +299,7 @@ class Values:
     def _fill(self, sender: int, reference: Any, target: Any, args: Any, kwargs: Any) -> object:
         if sender != self._node.info.id:
             raise ValueError("a worker fills its own references only")
-        return self._make(_reference(reference), target, args, kwargs)
+        return self._make(read_reference(reference), target, args, kwargs)
 
     def _make(self, reference: ReferenceId, target: Any, args: Any, kwargs: Any) -> object:
         """Run the function that makes the value. Its error is for those who ask for the value."""
@@ -340,7 +340,7 @@ class Values:
             finish(value, error)
 
     def _fetch(self, sender: int, reference: Any) -> object:
-        named = _reference(reference)
+        named = read_reference(reference)
         with self._changed:
             state = self._core.state(named)
             if state not in (State.PENDING, State.PROMISED):
@@ -351,7 +351,7 @@ class Values:
         return Later(lambda finish: self.when_ready(named, finish))
 
     def _invoke(self, sender: int, reference: Any, name: str, args: Any, kwargs: Any) -> object:
-        owner = self.value(_reference(reference))
+        owner = self.value(read_reference(reference))
         self.await_confirmed()
         method = self.method_of(owner, name)
         self._node.transport.starting(getattr(method, "__func__", method))
@@ -474,7 +474,7 @@ def _unguessable() -> int:
     return secrets.randbits(62)
 
 
-def _reference(data: Any) -> ReferenceId:
+def read_reference(data: Any) -> ReferenceId:
     match data:
         case (int(owner), int(created_on), int(number)):
             return ReferenceId(owner, created_on, number)
@@ -490,7 +490,7 @@ def _fork(data: Any) -> ForkId:
 
 def read_transfer(data: Any) -> Transfer:
     reference, fork = data
-    return Transfer(_reference(reference), _fork(fork))
+    return Transfer(read_reference(reference), _fork(fork))
 
 
 def _transfer_data(transfer: Transfer) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -66,8 +66,16 @@ def echo_all(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     return args, kwargs
 
 
+_told: list[str] = []
+
+
 def who_am_i() -> str:
+    _told.append("")
     return rpc.get_worker_info().name
+
+
+def calls_of_who_am_i() -> int:
+    return len(_told)
 
 
 def sleep_for(seconds: float) -> float:

@@ -82,6 +82,8 @@ def init_rpc(
         except BaseException:
             visit.leave()
             raise
+        if trusted is Trust.DATA:
+            meeting.arena_bytes = 0
         threads = Threads()
         runtime = ThreadRuntime(threads)
         node = Node(visit.info, members, runtime, trust=trusted, limits=limits, timeout=rpc_timeout)

@@ -27,6 +27,7 @@ from telegrad.wire.address import (
     Unreachable,
     bound,
     connect,
+    is_loopback,
     listen,
     parse_address,
     prepare,
@@ -49,6 +50,7 @@ PROTOCOL = 1
 PATIENCE = 10.0
 ARENA_BYTES = 1 << 30
 KEY_FILE = "key"
+_MEMORY, _NO_MEMORY = b"M", b"-"
 
 Shared = tuple[Arena | None, ArenaView | None, deque[int]]
 
@@ -65,6 +67,7 @@ class Meeting:
     listeners: list[socket.socket] = field(default_factory=list)
     addresses: list[Address] = field(default_factory=list)
     arena_bytes: int = ARENA_BYTES
+    plaintext: bool = False
     _tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
 
     def listen(self, address: Address) -> None:
@@ -205,12 +208,22 @@ def _choose(meeting: Meeting, member: Member) -> Address:
             return address
     for address in addresses:
         if isinstance(address, TcpAddress):
+            _check_private(meeting, member, address)
             return address
     raise Unreachable(
         f"worker {member.info.name!r} is on another host and listens on this host's Unix socket "
         "only. For a job on several hosts give every worker the same key (TELEGRAD_KEY_FILE) and "
         "an address to listen at (init_rpc(..., host=) or TELEGRAD_HOST)"
     )
+
+
+def _check_private(meeting: Meeting, member: Member, address: TcpAddress) -> None:
+    """Both ends have to ask for plaintext: what is sent is the sender's as well."""
+    if not (address.tls or meeting.plaintext or is_loopback(address.host)):
+        raise Unreachable(
+            f"worker {member.info.name!r} listens at {address} without TLS, and this worker was "
+            "not told that it may speak in the clear: give plaintext=True to both, or to neither"
+        )
 
 
 class CutShort(OSError):
@@ -298,18 +311,28 @@ def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> N
 
 
 def _share_memory(sock: socket.socket, size: int) -> Shared:
-    """Give each other the descriptor of the memory that large tensors will travel in."""
-    arena = Arena(size)
+    """Give each other the descriptor of the memory that large tensors will travel in.
+
+    Without a size, none is shared: who shares memory can change a tensor after it was checked.
+    """
+    arena = Arena(size) if size else None
     try:
-        socket.send_fds(sock, [b"M"], [arena.fd])
-        _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+        if arena is None:
+            sock.sendall(_NO_MEMORY)
+        else:
+            socket.send_fds(sock, [_MEMORY], [arena.fd])
+        word, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
     except (TimeoutError, ConnectionError) as error:
         raise CutShort(f"the other end did not share its memory: {error}") from None
-    if not descriptors:
+    if not word:
         raise CutShort("the other end left before it shared its memory")
     freed: deque[int] = deque()
     try:
+        if arena is None or word != _MEMORY or not descriptors:
+            return None, None, freed
         view = ArenaView(descriptors[0], freed.append)
+    except ValueError as error:
+        raise HandshakeError(f"the other end shared no memory that can be used: {error}") from None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

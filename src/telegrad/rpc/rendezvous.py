@@ -4,8 +4,9 @@ The first worker (rank 0, or whoever comes first to a job without a world size) 
 writes down who it is and where it listens; with a world size, rank 0 checks the whole list and
 publishes it, so that every worker reads one entry and all agree, also on what is wrong.
 
-The store may be open to anyone, so nothing secret goes in: of the key only a fingerprint. A job
-that was given no key makes one, in a file that only this user can read on this host.
+The store may be open to anyone, so nothing secret goes in (of the key only a fingerprint), and
+nothing that comes out is believed but what is under seal (see `entries`). A job that was given no
+key makes one, in a file that only this user can read on this host.
 
 In a job without a world size, workers leave and others come. A name becomes free when its worker
 leaves or its process is seen dead. A rank is never used twice: it is what references and messages
@@ -32,15 +33,20 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from telegrad.rpc.entries import Entries
 from telegrad.rpc.errors import RendezvousError
 from telegrad.rpc.meeting import KEY_FILE, Meeting
 from telegrad.rpc.members import Member, Members
 from telegrad.rpc.vitals import Process, Vital
 from telegrad.rpc.worker import WorkerInfo
-from telegrad.wire.address import TcpAddress, UnixAddress, host_id, job_directory
+from telegrad.wire.address import (
+    TcpAddress,
+    UnixAddress,
+    host_id,
+    is_loopback,
+    job_directory,
+)
 from telegrad.wire.keys import JobKey, key_from_environment, new_key
-
-LOOPBACK = ("127.", "localhost", "::1")
 
 
 def open_store(
@@ -113,7 +119,7 @@ class Rendezvous:
         self._put(self._visitor, {"name": name, "process": asdict(process)})
         if number > 1:
             before = self._get(f"visitor {number - 1} of {rank}", "its last worker")
-            other = Process(**before["process"]) if before["process"] else process
+            other = _process_of(before) or process
             if other != process and other.vital() in (Vital.ALIVE, Vital.STOPPED):
                 self._store.add(f"visits of {rank}", -1)
                 raise RendezvousError(
@@ -137,7 +143,7 @@ class Rendezvous:
         if first:
             job, key = self._found_job(key)
         else:
-            found = self._get("job", "the first worker of the job")
+            found = self._get_job()
             try:
                 self._check_world_size(found["world size"])
                 if self._is_deserted(found):
@@ -148,14 +154,15 @@ class Rendezvous:
                 if self._world_size is not None:
                     self._put(f"worker {self.info.id}", {"problem": str(error)})
                 raise
+        self._entries = Entries(key, job)
         directory = job_directory(job)
         meeting = Meeting(key, job, self.incarnation, host_id(directory), directory)
+        meeting.plaintext = plaintext
         path = directory / f"{self.info.id}-{self.incarnation & 0xFFFFFF:x}.sock"
         if "unix" in transports:
             meeting.listen(UnixAddress(str(path)))
         if "tcp" in transports and host is not None:
-            loopback = host.startswith(LOOPBACK)
-            meeting.listen(TcpAddress(host, 0, tls=not loopback and not plaintext))
+            meeting.listen(TcpAddress(host, 0, tls=not plaintext and not is_loopback(host)))
         return meeting
 
     def _found_job(self, key: JobKey | None) -> tuple[str, JobKey]:
@@ -180,7 +187,7 @@ class Rendezvous:
         """Whether all workers of an open job have left, and its key with the last of them."""
         if self._world_size is not None or found["key given"]:
             return False
-        return _read_key(found["job"]) is None and not any(self._present())
+        return _read_key(found["job"]) is None and not any(self._present_ranks())
 
     def _succeed(self, job: str, key: JobKey | None) -> tuple[str, JobKey]:
         """Found the job anew after the last worker has left; of several that try, one does."""
@@ -188,7 +195,7 @@ class Rendezvous:
             return self._found_job(key)
         until = time.monotonic() + self._timeout
         while time.monotonic() < until:
-            found = self._get("job", "the first worker of the job")
+            found = self._get_job()
             if found["job"] != job:
                 return found["job"], self._agree_on_key(key, found)
             time.sleep(0.01)
@@ -240,45 +247,58 @@ class Rendezvous:
         rank = self.info.id
         if self._world_size is None:
             return self._join_open_job(me)
-        self._put(f"worker {rank}", _as_data(me))
+        mine = self._entries.write(me)
+        self._put(f"worker {rank}", mine)
         if rank == 0:
-            self._put("members", self._gather(_as_data(me), self._world_size))
-        agreed = self._get("members", "rank 0 to list all workers")
-        if agreed["problem"]:
-            raise RendezvousError(agreed["problem"])
-        return Members([_from_data(data) for data in agreed["members"]])
+            self._put("members", self._gather(mine, self._world_size))
+        match self._get("members", "rank 0 to list all workers"):
+            case {"problem": str(problem)}:
+                raise RendezvousError(problem)
+            case {"members": list(entries)}:
+                return Members([self._entries.read(entry) for entry in entries])
+        raise _not_ours("members")
 
     def _gather(self, mine: dict[str, Any], world_size: int) -> dict[str, Any]:
         """Rank 0: the list of all workers, or what is wrong with it."""
         found = [mine]
+        names = [self.info.name]
         for other in range(1, world_size):
-            data = self._get(f"worker {other}", f"rank {other} of {world_size}")
-            if "problem" in data:
-                return {"problem": data["problem"]}
-            found.append(data)
-        return {"members": found, "problem": _problem(found)}
+            match self._get(f"worker {other}", f"rank {other} of {world_size}"):
+                case {"problem": str(problem)}:
+                    return {"problem": problem}
+                case entry:
+                    found.append(entry)
+                    names.append(self._entries.read(entry).info.name)
+        wrong = _problem(names)
+        return {"members": found} if wrong is None else {"problem": wrong}
 
     def _join_open_job(self, me: Member) -> Members:
         name = me.info.name
         if not (self._claim(f"name {name}", str(me.info.id)) or self._inherit(name, me.info.id)):
             raise RendezvousError(_not_unique(name))
         self._named = True
-        self._put(f"worker {me.info.id}", _as_data(me))
+        self._put(f"worker {me.info.id}", self._entries.write(me))
         self._put(f"arrival {self._store.add('arrivals', 1)}", me.info.id)
         members = Members(list(self._present()), self._look_up)
         members.add(me)
         return members
 
     def _present(self) -> Iterator[Member]:
+        for rank in self._present_ranks():
+            member = self._look_up(rank)
+            if member is not None:
+                yield member
+
+    def _present_ranks(self) -> Iterator[int]:
         for number in range(1, self._store.add("arrivals", 0) + 1):
             rank = self._get(f"arrival {number}", "an earlier worker")
-            if self._store.check([f"worker {rank}"]):
-                yield _from_data(self._get(f"worker {rank}", "an earlier worker"))
+            if type(rank) is int and self._store.check([f"worker {rank}"]):
+                yield rank
 
     def _inherit(self, name: str, rank: int) -> bool:
         """Take over the name of a worker that died without leaving."""
-        held = self._store.get(f"name {name}").decode()
-        holder = self._look_up(int(held.split()[0])) if held else None
+        held = self._store.get(f"name {name}").decode(errors="replace")
+        holder = self._look_up(name)
         if holder is None or holder.process is None or holder.process.vital() is not Vital.DEAD:
             return False
         mine = f"{rank} {self.incarnation}"
@@ -294,15 +314,28 @@ class Rendezvous:
                 self._whole_store.set(self._visitor, json.dumps({"process": None}))
 
     def _look_up(self, who: str | int) -> Member | None:
-        if isinstance(who, str):
-            if not self._store.check([f"name {who}"]):
-                return None
-            who = int(self._store.get(f"name {who}").split()[0])
-        if not self._store.check([f"worker {who}"]):
+        rank = self._rank_of(who) if isinstance(who, str) else who
+        if rank is None or not self._store.check([f"worker {rank}"]):
             return None
-        return _from_data(self._get(f"worker {who}", "a worker"))
+        member = self._entries.read(self._get(f"worker {rank}", "a worker"))
+        if who not in (member.info.name, member.info.id):
+            raise RendezvousError(f"the store has worker {member.info.name!r} in place of {who!r}")
+        return member
+
+    def _rank_of(self, name: str) -> int | None:
+        if not self._store.check([f"name {name}"]):
+            return None
+        rank = self._store.get(f"name {name}").decode(errors="replace").split(" ")[0]
+        return int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 9 else None
 
     # The store.
+
+    def _get_job(self) -> dict[str, Any]:
+        found = self._get("job", "the first worker of the job")
+        match found:
+            case {"job": str(), "key given": bool(), "fingerprint": str(), "world size": _}:
+                return dict(found)
+        raise _not_ours("job")
 
     def _claim(self, key: str, value: str) -> bool:
         """Whether we are the first to write this entry."""
@@ -315,6 +348,8 @@ class Rendezvous:
     def _get(self, key: str, whom: str) -> Any:
         try:
             return json.loads(self._store.get(key))
+        except (ValueError, RecursionError):
+            raise _not_ours(key) from None
         except (RuntimeError, dist.DistError) as error:
             raise RendezvousError(
                 f"worker {self._name!r} waited {self._timeout:g} s for {whom}, which did not "
@@ -338,34 +373,23 @@ def _not_unique(name: str) -> str:
     )
 
 
-def _problem(found: list[dict[str, Any]]) -> str | None:
-    """What is wrong with a list of workers."""
-    seen = set()
-    for data in found:
-        if data["name"] in seen:
-            return _not_unique(data["name"])
-        seen.add(data["name"])
-    return None
+def _process_of(visitor: Any) -> Process | None:
+    match visitor:
+        case {"name": str(), "process": {"pid": int(pid), "born": int(born), "namespace": str(n)}}:
+            return Process(pid, born, n)
+        case {"process": None}:
+            return None
+    raise _not_ours("visitor")
 
 
-def _as_data(member: Member) -> dict[str, Any]:
-    return {
-        "name": member.info.name,
-        "id": member.info.id,
-        "incarnation": member.incarnation,
-        "addresses": list(member.addresses),
-        "host": member.host,
-        "process": None if member.process is None else asdict(member.process),
-    }
+def _problem(names: list[str]) -> str | None:
+    """What is wrong with the names of all workers."""
+    return next((_not_unique(name) for name in names if names.count(name) > 1), None)
 
 
-def _from_data(data: dict[str, Any]) -> Member:
-    return Member(
-        WorkerInfo(data["name"], data["id"]),
-        data["incarnation"],
-        tuple(data["addresses"]),
-        data["host"],
-        Process(**data["process"]),
+def _not_ours(entry: str) -> RendezvousError:
+    return RendezvousError(
+        f"the store holds under {entry!r} what no worker wrote: can strangers write to it?"
     )
 
 
@@ -401,4 +425,4 @@ def own_address_towards(host: str, port: int) -> str | None:
             address = str(probe.getsockname()[0])
     except OSError:
         return None
-    return None if address.startswith(LOOPBACK) else address
+    return None if is_loopback(address) else address

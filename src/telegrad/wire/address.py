@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import ipaddress
 import os
 import socket
 import stat
@@ -97,6 +98,16 @@ def parse_address(text: str) -> Address:
     raise ValueError(
         f"{text!r} is not an address: write unix:///path, tcp://host:port or tls://host:port"
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is sent to a host stays on this one. Names are not asked: they may change."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def listen(address: Address) -> socket.socket:

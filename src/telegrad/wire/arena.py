@@ -66,6 +66,7 @@ class Arena:
             raise ValueError(f"an arena of {limit_bytes} bytes does not hold one page of {_PAGE}")
         self.fd = os.memfd_create("telegrad-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close_fd = weakref.finalize(self, os.close, self.fd)
+        os.fchmod(self.fd, 0o600)
         os.ftruncate(self.fd, limit)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory: Bytes | None = np.frombuffer(mmap.mmap(self.fd, limit), np.uint8)

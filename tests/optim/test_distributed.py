@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -309,10 +310,22 @@ def test_parameters_without_gradient_stay_as_they_are() -> None:
     assert changed == {"first.weight", "first.bias"}
 
 
-def test_the_state_is_that_of_one_process_and_moves_both_ways() -> None:
+STATEFUL: list[tuple[Any, dict[str, Any]]] = [
+    (optim.Adam, {"amsgrad": True}),
+    (optim.AdamW, {"fused": True}),
+    (optim.Adam, {"foreach": True}),
+    (optim.SGD, {"momentum": 0.9, "fused": True}),
+    (optim.Rprop, {"foreach": True}),
+]
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), STATEFUL, ids=name_of)
+def test_the_state_is_that_of_one_process_and_moves_both_ways(
+    optimizer_class: Any, options: dict[str, Any]
+) -> None:
     local, spread = Local(), Spread()
-    plain = optim.Adam(local.named_parameters(), lr=0.1, amsgrad=True)
-    distributed = DistributedOptimizer(optim.Adam, spread, lr=0.1, amsgrad=True)
+    plain = optimizer_class(local.named_parameters(), lr=0.1, **options)
+    distributed = DistributedOptimizer(optimizer_class, spread, lr=0.1, **options)
     train_locally(local, plain, 2)
     train(spread, distributed, 2)
     state, expected = distributed.state_dict(), plain.state_dict()
@@ -322,9 +335,9 @@ def test_the_state_is_that_of_one_process_and_moves_both_ways() -> None:
     other_local, other_spread = Local(), Spread()
     other_local.load_state_dict(spread.state_dict())
     other_spread.load_state_dict(local.state_dict())
-    other_plain = optim.Adam(other_local.named_parameters(), lr=1.0)
+    other_plain = optimizer_class(other_local.named_parameters(), lr=1.0)
     other_plain.load_state_dict(state)
-    other_distributed = DistributedOptimizer(optim.Adam, other_spread, lr=1.0)
+    other_distributed = DistributedOptimizer(optimizer_class, other_spread, lr=1.0)
     other_distributed.load_state_dict(expected)
     train_locally(other_local, other_plain, 2)
     train(other_spread, other_distributed, 2)
@@ -341,13 +354,16 @@ def test_a_state_of_other_groups_is_refused() -> None:
         optimizer.load_state_dict(state)
 
 
-def test_trainers_that_share_parameters_lose_no_update() -> None:
-    shared = RemoteModule("worker1", zeros)
-    workers = ["main", "worker2"]
-    futures = [rpc.rpc_async(name, pull_down, (shared, 20)) for name in workers]
+@pytest.mark.parametrize("hooked", [False, True])
+def test_trainers_that_share_parameters_lose_no_update(hooked: bool) -> None:
+    """Four trainers step at the same time; what each adds up can be told from the sum."""
+    shared = RemoteModule("worker1", Weight)
+    shared.run(hook_weight, hooked)
+    scales = {1.0: "main", 16.0: "main", 256.0: "worker2", 4096.0: "worker2"}
+    futures = [rpc.rpc_async(w, pull_down, (shared, s, 10)) for s, w in scales.items()]
     for future in futures:
         future.wait()
-    assert torch.equal(shared.state_dict()["weight"], torch.full((50,), -40.0))
+    assert torch.equal(shared.state_dict()["weight"], torch.full((50,), -10.0 * sum(scales)))
 
 
 class Weight(nn.Module):
@@ -355,19 +371,32 @@ class Weight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(50))
 
-    def forward(self) -> torch.Tensor:
-        return self.weight.sum()
+    def forward(self, scale: float) -> torch.Tensor:
+        return self.weight.sum() * scale
 
 
-def zeros() -> nn.Module:
-    return Weight()
+def hook_weight(module: Weight, hooked: bool) -> None:
+    """Passes put the gradient of a leaf with such a hook into `.grad` for a moment, too."""
+    if hooked:
+        module.weight.register_post_accumulate_grad_hook(lambda weight: None)
 
 
-def pull_down(shared: RemoteModule, steps: int) -> None:
-    optimizer = DistributedOptimizer(optim.SGD, shared, lr=1.0)
+class Unhurried(optim.SGD):
+    """Gives others the time to come between; notices if they do."""
+
+    def step(self, closure: Any = None) -> Any:
+        (weight,) = self.param_groups[0]["params"]
+        given = weight.grad
+        time.sleep(0.002)
+        assert weight.grad is given, "somebody else's gradient"
+        return super().step(closure)
+
+
+def pull_down(shared: RemoteModule, scale: float, steps: int) -> None:
+    optimizer = DistributedOptimizer(Unhurried, shared, lr=1.0)
     for _ in range(steps):
         with autograd.context() as context_id:
-            autograd.backward(context_id, [shared()])
+            autograd.backward(context_id, [shared(scale)])
             optimizer.step(context_id)
 
 

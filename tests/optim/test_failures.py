@@ -86,6 +86,15 @@ def test_an_atomic_step_that_fails_on_one_worker_is_made_on_none() -> None:
     one_step(spread, optimizer)
 
 
+def test_a_clipping_that_no_step_followed_is_forgotten_with_its_context() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    for _ in range(3):
+        with autograd.context() as context_id:
+            optimizer.clip_grad_value_(context_id, 1.0)
+    assert len(optimizer._treatments) == 1
+
+
 def embedding() -> nn.Module:
     return nn.Embedding(4, 2, sparse=True)
 

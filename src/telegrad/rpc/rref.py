@@ -274,6 +274,7 @@ class _Method:
     """What a call of an owner's method is called in errors; keeps its reference alive meanwhile."""
 
     __slots__ = ("method", "rref")
+    __module__ = ""
 
     def __init__(self, rref: RRef[Any], method: str) -> None:
         self.rref = rref

@@ -11,7 +11,14 @@ WORKERS_VARIABLE = "TELEGRAD_WORKERS"
 
 def join(seat: Seat) -> None:
     store = visit_store(seat.store_port, seat.timeout)
-    rpc.init_rpc(seat.name, rank=seat.rank, world_size=seat.world_size, store=store, key=seat.key)
+    rpc.init_rpc(
+        seat.name,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        store=store,
+        key=seat.key,
+        life=seat.life,
+    )
 
 
 def serve(seat: Seat) -> None:

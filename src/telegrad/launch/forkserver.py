@@ -11,6 +11,8 @@ Hence the rules of this process:
    that run the script themselves.
 2. It is the only parent of the workers, so it reaps them all, and it ends only after them.
 3. The end of the control channel is the end of the caller: the workers are ended then too.
+4. A worker that ends badly while the caller wants it so is forked once more, from the same clean
+   state as the first.
 
 While the workers run it passes on what they write to standard error, each line under the name of
 its worker, and keeps the last lines: they tell why a worker ended.
@@ -30,7 +32,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
 from telegrad.launch.job import (
@@ -41,6 +43,7 @@ from telegrad.launch.job import (
     Orders,
     Report,
     Seat,
+    Supervise,
     ThreadsBeforeFork,
 )
 from telegrad.launch.lifeline import die_with_parent, outlive_parent
@@ -67,11 +70,12 @@ def main(control: int, lifeline: int, caller: int) -> None:
     server = ForkServer(channel)
     server_id = os.getpid()
     seat = server.fork_workers(orders.seats)
+    if seat is None:
+        outlive_parent()  # the loop sees the caller's end, and reaps the workers first
+        seat = server.serve()
     if seat is not None:
         # A worker does not return into the server's frames and exit handlers.
         os._exit(work(seat, conduct, orders, lifeline, server_id))
-    outlive_parent()  # the loop sees the caller's end, and reaps the workers first
-    server.serve()
 
 
 def prepare(orders: Orders) -> Conduct:
@@ -99,7 +103,7 @@ def _has_threads() -> bool:
 class _Child:
     """A worker as its parent sees it."""
 
-    name: str
+    seat: Seat
     pid: int
     stderr: int
     partial: bytes = b""
@@ -115,6 +119,9 @@ class ForkServer:
         self._end_wanted = False
         self._sent: signal.Signals | None = None  # to every worker
         self._selector = selectors.DefaultSelector()
+        self._exits: tuple[int, int] | None = None
+        self._restarts = 0
+        self._vacant: deque[Seat] = deque()
 
     def fork_workers(self, seats: tuple[Seat, ...]) -> Seat | None:
         """Fork one worker for each seat. Returns that seat in the worker, None in the server."""
@@ -126,7 +133,9 @@ class ForkServer:
                 return seat
             os.close(writing)
             os.set_blocking(reading, False)
-            self._children[pid] = _Child(seat.name, pid, reading)
+            child = self._children[pid] = _Child(seat, pid, reading)
+            forward = functools.partial(self._forward, child)
+            self._selector.register(reading, selectors.EVENT_READ, forward)
         return None
 
     def _leave_server(self, reading: int, writing: int) -> None:
@@ -137,18 +146,26 @@ class ForkServer:
             os.close(sibling.stderr)
         self._channel.close()
         self._selector.close()
+        if self._exits is not None:
+            signal.set_wakeup_fd(-1)
+            for descriptor in self._exits:
+                os.close(descriptor)
 
-    def serve(self) -> None:
+    def serve(self) -> Seat | None:
+        """Watch over the workers until all have ended. In one forked meanwhile: its seat."""
         self._watch_for_exits()
         self._selector.register(self._channel, selectors.EVENT_READ, self._hear_caller)
-        for child in self._children.values():
-            forward = functools.partial(self._forward, child)
-            self._selector.register(child.stderr, selectors.EVENT_READ, forward)
         self._reap()  # those that ended before the watch began
-        while self._children and not self._end_wanted:
-            self._turn(None)
+        while (self._children or self._vacant) and not self._end_wanted:
+            if self._vacant:
+                seat = self.fork_workers((self._vacant.popleft(),))
+                if seat is not None:
+                    return seat
+            else:
+                self._turn(None)
         self._selector.unregister(self._channel)
         self._end_workers()
+        return None
 
     def _turn(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
@@ -157,7 +174,7 @@ class ForkServer:
                 key.data()
 
     def _watch_for_exits(self) -> None:
-        reading, writing = os.pipe()
+        reading, writing = self._exits = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -170,7 +187,11 @@ class ForkServer:
 
     def _hear_caller(self) -> None:
         try:
-            self._end_wanted = isinstance(self._channel.recv(), EndWorkers)
+            match self._channel.recv():
+                case Supervise(restarts):
+                    self._restarts = restarts
+                case EndWorkers():
+                    self._end_wanted = True
         except (EOFError, OSError):
             self._end_wanted = True
 
@@ -190,7 +211,15 @@ class ForkServer:
         os.close(child.stderr)
         # Whatever else ended it came before our signal, and the caller wants to know.
         if self._sent is None or exit_code != -self._sent:
-            self._report(Ended(child.name, exit_code, tuple(child.lines)))
+            again = exit_code != 0 and self._start_anew(child.seat)
+            self._report(Ended(child.seat.name, exit_code, tuple(child.lines), again))
+
+    def _start_anew(self, seat: Seat) -> bool:
+        lives = seat.life or 0
+        if self._sent is not None or lives >= self._restarts:
+            return False
+        self._vacant.append(replace(seat, life=lives + 1))
+        return True
 
     def _report(self, report: Report) -> None:
         # A caller that is gone is seen by the loop, as the end of the channel.
@@ -217,7 +246,7 @@ class ForkServer:
         text = line.decode(errors="replace")
         child.lines.append(text)
         with contextlib.suppress(OSError):  # nobody reads it any more
-            os.write(2, f"[{child.name}] {text}\n".encode(errors="replace"))
+            os.write(2, f"[{child.seat.name}] {text}\n".encode(errors="replace"))
 
     def _end_workers(self) -> None:
         deadline = time.monotonic() + _TERM_SECONDS

@@ -26,6 +26,7 @@ class Seat:
     store_port: int
     key: bytes = field(repr=False)
     timeout: float
+    life: int | None = None  # how many had this seat before; None: nobody will have it again
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,13 @@ class Orders:
 
 
 @dataclass(frozen=True)
+class Supervise:
+    """Order: from now on start a worker that ends badly anew, but each only so many times."""
+
+    restarts: int
+
+
+@dataclass(frozen=True)
 class EndWorkers:
     """Order: end every worker that still runs, then yourself."""
 
@@ -87,6 +95,7 @@ class Ended:
     name: str
     exit_code: int  # negative: the signal that ended it
     last_lines: tuple[str, ...]  # of its standard error
+    started_anew: bool = False
 
     @property
     def failed(self) -> bool:

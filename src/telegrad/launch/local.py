@@ -46,6 +46,7 @@ def run(
     threads_per_worker: int = 1,
     seed: int | None = None,
     timeout: float = 60.0,
+    restarts: int = 0,
 ) -> T:
     """Start workers on this machine, run `main()` here beside them, and return its result.
 
@@ -56,6 +57,10 @@ def run(
     An error in main ends the workers at once and is raised here, as is Ctrl-C. A worker that
     ends before all have joined, or a start that takes longer than `timeout` seconds, is a
     `LaunchError`. A worker that is lost later is seen by the calls that need it.
+
+    With `restarts` a worker that dies while main runs is started anew, up to so many times each:
+    empty, under its old name and rank. What depended on the dead one fails with `WorkerLost`; calls
+    by name or rank reach the new one as soon as it is there (`telegrad.rpc.wait_for_worker`).
 
     `env` is added to the environment of the workers. `seed` makes random numbers repeatable:
     the worker with rank r starts from seed + r; without it every worker starts anew.
@@ -70,6 +75,7 @@ def run(
         threads=threads_per_worker,
         seed=seed,
         timeout=timeout,
+        restarts=restarts,
     )
 
 
@@ -114,6 +120,7 @@ def run_with(
     threads: int,
     seed: int | None,
     timeout: float,
+    restarts: int = 0,
 ) -> T:
     """Run a job whose processes join, serve and leave as `conduct` says."""
     if is_installing():
@@ -121,10 +128,15 @@ def run_with(
             "telegrad.run was called while a worker imports the script: put the call under "
             '`if __name__ == "__main__":`'
         )
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise ValueError(
+            f"restarts={restarts!r}: give how often a worker may start anew, 0 or more"
+        )
+    life = 0 if restarts else None
     store = host_store(timeout)
     key = secrets.token_bytes(32)
     seats = [
-        Seat(name, rank, len(names) + 1, store.port, key, timeout)
+        Seat(name, rank, len(names) + 1, store.port, key, timeout, life)
         for rank, name in enumerate((MAIN_WORKER, *names))
     ]
     if seed is not None:
@@ -138,7 +150,11 @@ def run_with(
     joining.start()
     try:
         _wait_for_start(news, len(names), timeout)
+        if restarts:
+            processes.supervise(restarts)
         result = main()
+        if restarts:
+            processes.supervise(0)
         conduct.leave(True)
         processes.wait(_LEAVE_SECONDS)
     except BaseException as error:

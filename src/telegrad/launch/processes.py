@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from telegrad.launch.job import Ended, EndWorkers, NotStarted, Orders, Report, ThreadsBeforeFork
+from telegrad.launch.job import (
+    Ended,
+    EndWorkers,
+    NotStarted,
+    Orders,
+    Report,
+    Supervise,
+    ThreadsBeforeFork,
+)
 
 _END_SECONDS = 2.0
 # What is computed in the fork server must not start threads; see forkserver.py.
@@ -40,7 +48,8 @@ class LocalProcesses:
         self._env = env
         self._on_failure = on_failure
         self._changed = threading.Condition()
-        self._ended: dict[str, Ended] = {}
+        self._ended: list[Ended] = []
+        self._running = {seat.name for seat in orders.seats}
         self._gone = False
         self._ending = False
         self._start(orders)
@@ -73,7 +82,12 @@ class LocalProcesses:
     def failures(self) -> list[Ended]:
         """The workers that ended badly by themselves, in the order in which they did."""
         with self._changed:
-            return [ended for ended in self._ended.values() if ended.failed]
+            return [ended for ended in self._ended if ended.failed]
+
+    def supervise(self, restarts: int) -> None:
+        """From now on a worker that ends badly is started anew, up to so many times."""
+        with contextlib.suppress(OSError):  # then the listener reports how the server ended
+            self._channel.send(Supervise(restarts))
 
     def wait(self, timeout: float) -> bool:
         """Wait until every worker has ended by itself."""
@@ -106,11 +120,13 @@ class LocalProcesses:
                     case ThreadsBeforeFork():
                         self._start_again(replace(orders, main_in_each=True))
         except (EOFError, OSError):
-            self._server_is_gone(len(orders.seats))
+            self._server_is_gone()
 
     def _worker_ended(self, report: Ended) -> None:
         with self._changed:
-            self._ended[report.name] = report
+            self._ended.append(report)
+            if not report.started_anew:
+                self._running.discard(report.name)
         if report.failed:
             self._on_failure(str(report))
 
@@ -123,9 +139,9 @@ class LocalProcesses:
             os.close(self._lifeline)
             self._start(orders)
 
-    def _server_is_gone(self, expected: int) -> None:
+    def _server_is_gone(self) -> None:
         with self._changed:
-            unexpected = not self._ending and len(self._ended) < expected
+            unexpected = not self._ending and bool(self._running)
             self._gone = True
             self._changed.notify_all()
         if unexpected:

@@ -12,6 +12,7 @@ from telegrad.rpc.api import (
     rpc_async,
     rpc_sync,
     shutdown,
+    wait_for_worker,
 )
 from telegrad.rpc.errors import (
     CallTimeout,
@@ -56,4 +57,5 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait_for_worker",
 ]

@@ -20,7 +20,16 @@ from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import WorkerLost
 from telegrad.rpc.incoming import Incoming
 from telegrad.rpc.loopback import Loopback
-from telegrad.rpc.meeting import Connected, CutShort, Meeting, Visit, Visitor, greet, meet
+from telegrad.rpc.meeting import (
+    PATIENCE,
+    Connected,
+    CutShort,
+    Meeting,
+    Visit,
+    Visitor,
+    greet,
+    meet,
+)
 from telegrad.rpc.members import Member
 from telegrad.rpc.node import Node, Reply, report_background_error
 from telegrad.rpc.outgoing import Outgoing
@@ -28,6 +37,7 @@ from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.vitals import Vital
 from telegrad.rpc.watch import Watch
+from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.address import Unreachable
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Kind
@@ -61,17 +71,41 @@ class Agent:
         self._ended: set[int] = set()
         self._stopped_since: dict[int, float] = {}
         self._greetings = 0
+        self._announced = threading.Event()
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
         self._loopback = Loopback(self)
         self._outgoing[node.info.id] = self._loopback
 
-    def start(self) -> None:
+    def start(self, announce: bool = False) -> None:
+        """`announce`: the others may not know of this worker. None may call it before all do."""
         self.watch.start()
         self.watch.call_later(self._pulse, self._feel_pulses)
         for listener in self._meeting.listeners:
             listener.setblocking(False)
             self.watch.register(listener.fileno(), partial(self._accept, listener), READABLE_ALWAYS)
+        if announce:
+            self._announce()
+        self._announced.set()
+
+    def _announce(self) -> None:
+        """Show this worker to all others that live, which so learn that its predecessor is gone.
+
+        A reference that it is given by one who dies thereafter would else be lost: the owner has to
+        know whom to ask.
+        """
+        for member in self.node.members.members():
+            self._replace(member.info)
+        for member in self.node.members.members():
+            worker = member.info.id
+            if worker != self.node.info.id and not self.node.is_lost(worker):
+                with contextlib.suppress(OSError):
+                    meet(self._meeting, self.node.info, member, "", 0, "probe").stream.close()
+
+    def _replace(self, info: WorkerInfo) -> None:
+        """Only one worker has a name: whoever had it before this one is gone."""
+        for worker in self.node.members.predecessors(info):
+            self.lose(worker, "it was started anew")
 
     # The node's transport.
 
@@ -272,6 +306,12 @@ class Agent:
             return Refuse(
                 f"this incarnation of worker {hello.worker!r} counts as gone: it has to join anew"
             )
+        if self.node.members.predecessors(member.info):
+            # Elsewhere: a loss may have to be told to the very worker that waits for this answer.
+            self.threads.run(partial(self._replace, member.info))
+        if hello.purpose == "probe":
+            return 0
+        self._announced.wait(PATIENCE)
         if hello.purpose != "resume":
             return 0
         incoming = self._incoming.get(hello.worker_id)

@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.closing import Closing
-from telegrad.rpc.errors import NotInitialized, TelegradError
+from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.limits import Limits
 from telegrad.rpc.meeting import Meeting
@@ -31,6 +31,7 @@ Args = tuple[Any, ...] | list[Any]
 
 LIVENESS = 5.0
 PAUSE = 0.005
+PAUSE_FOR_RETURN = 0.02
 _starting = threading.Lock()
 
 
@@ -50,6 +51,7 @@ def init_rpc(
     rpc_timeout: float = DEFAULT_TIMEOUT,
     join_timeout: float = 60.0,
     liveness: float = LIVENESS,
+    life: int | None = None,
 ) -> None:
     """Join a job under a name that no other worker has.
 
@@ -67,6 +69,9 @@ def init_rpc(
     lost. With `trust="data"` nothing that arrives is ever unpickled, and others can call only
     functions marked with `telegrad.export`. `limits` bounds what each of them may send and have
     run at a time; by default little is allowed under `trust="data"`.
+
+    `life` is for whoever starts dead workers anew, as `telegrad.run(restarts=)` does: 0 for all at
+    first, and for a worker that takes the place of a dead one, how many had it before.
     """
     with _starting:
         if find_node() is not None:
@@ -76,7 +81,7 @@ def init_rpc(
         trusted = _check_options(trust, transports, host)
         if store is None:
             store, rank, world_size = open_store(init_method, rank, world_size, join_timeout)
-        visit = Rendezvous(store, name, rank, world_size, join_timeout)
+        visit = Rendezvous(store, name, rank, world_size, join_timeout, life)
         try:
             meeting, members = _enter(visit, key, host, plaintext, transports)
         except BaseException:
@@ -94,7 +99,7 @@ def init_rpc(
         node.services["rendezvous"] = visit
         node.services["static"] = world_size is not None
         set_process_node(node)
-        agent.start()
+        agent.start(announce=bool(life))
 
 
 def _check_options(trust: str, transports: Collection[str], host: str | None) -> Trust:
@@ -244,6 +249,33 @@ def get_worker_infos() -> list[WorkerInfo]:
     return current_node().members.infos()
 
 
+def wait_for_worker(to: str | int, timeout: float | None = None) -> WorkerInfo:
+    """The worker of that name or rank, when it is there: one that died may be started anew.
+
+    `timeout` in seconds, 0 for none; by default that of the job's calls. In a job in which nobody
+    comes back, `WorkerLost` is raised at once for a worker that is gone.
+
+        wait_for_worker("ps", timeout=30)
+    """
+    node = current_node()
+    limit = node.timeout if timeout is None else timeout
+    until = node.runtime.now() + limit if limit > 0 else math.inf
+    pause = node.runtime.condition()
+    while True:
+        info = node.members.find(to)
+        if not node.is_lost(info.id):
+            return info
+        if not node.members.may_return:
+            raise node.loss_of(info.id)
+        if node.runtime.now() >= until:
+            raise CallTimeout(
+                f"Worker {info.name!r} is gone ({node.lost_workers()[info.id]}), and no other came "
+                f"in its place within {limit:g} s."
+            )
+        with pause:
+            pause.wait(PAUSE_FOR_RETURN)
+
+
 def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> None:
     """Have `callback(worker, reason)` called when a worker is lost or leaves."""
     node = current_node()
@@ -284,4 +316,5 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait_for_worker",
 ]

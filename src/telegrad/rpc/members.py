@@ -29,24 +29,44 @@ class Members:
     """The workers that this one knows of.
 
     In a job without a world size, workers come later: `look_up` asks the rendezvous for one that is
-    not known yet, by name or id.
+    not known yet, by name or id. In a supervised job (`ranks` says how many ranks it has) a lost
+    worker may come back: as another incarnation with the old name and rank, but with an id of its
+    own, because ids are what references and messages know a worker by.
     """
 
     def __init__(
         self,
         members: list[Member],
         look_up: Callable[[str | int], Member | None] | None = None,
+        ranks: int | None = None,
     ) -> None:
         self._by_name: dict[str, WorkerInfo] = {}
         self._by_id: dict[int, Member] = {}
         self._lost: set[int] = set()
         self._look_up = look_up
+        self._ranks = ranks
         for member in members:
             self.add(member)
 
     def add(self, member: Member) -> None:
-        self._by_name[member.info.name] = member.info
-        self._by_id[member.info.id] = member
+        info = member.info
+        known = self._by_name.get(info.name)
+        if known is None or known.id in self._lost or known.id < info.id:
+            self._by_name[info.name] = info
+        self._by_id[info.id] = member
+
+    def predecessors(self, info: WorkerInfo) -> list[int]:
+        """Workers that had this one's name before it, and are not known to be lost."""
+        return [
+            worker
+            for worker, member in list(self._by_id.items())
+            if member.info.name == info.name and worker < info.id and worker not in self._lost
+        ]
+
+    @property
+    def may_return(self) -> bool:
+        """Whether another worker may come under the name of a lost one."""
+        return self._look_up is not None
 
     def remove(self, worker: int) -> None:
         member = self._by_id.pop(worker, None)
@@ -71,13 +91,19 @@ class Members:
                 f"its rank (int) or a WorkerInfo, not by {type(to).__name__}."
             )
         member = self._by_id.get(to)
-        return member.info if member is not None else self._search(to)
+        if member is None:
+            return self._search(to)
+        supervised = self._ranks is not None and to < self._ranks
+        return self._successor(member.info) if supervised and to in self._lost else member.info
 
     def lost(self, worker: int) -> None:
         """A worker is gone; another may come under its name."""
         self._lost.add(worker)
 
     def _successor(self, info: WorkerInfo) -> WorkerInfo:
+        known = self._by_name[info.name]
+        if known.id not in self._lost:
+            return known
         member = self._look_up(info.name) if self._look_up is not None else None
         if member is None or member.info.id in self._lost:
             return info
@@ -110,4 +136,6 @@ class Members:
         return [self._by_id[worker] for worker in sorted(self._by_id)]
 
     def infos(self) -> list[WorkerInfo]:
-        return [member.info for member in self.members()]
+        """Of several incarnations of a worker the last."""
+        members = self.members()
+        return [m.info for m in members if self._by_name.get(m.info.name) == m.info]

@@ -423,7 +423,7 @@ class Node:
         self._lost[worker] = reason
         self.members.lost(worker)
         name = self.members.name(worker)
-        failed = self.calls.fail(worker, WorkerLost(f"Worker {name!r} is gone: {reason}."))
+        failed = self.calls.fail(worker, self.loss_of(worker))
         self.values.worker_lost(worker, reason)
         for callback in list(self._lost_callbacks):
             try:
@@ -432,14 +432,15 @@ class Node:
                 report_background_error(f"a callback on the loss of worker {name!r}")
         return failed
 
+    def loss_of(self, worker: int) -> WorkerLost:
+        """The error for what depended on a worker that is lost."""
+        return WorkerLost(f"Worker {self.members.name(worker)!r} is gone: {self._lost[worker]}.")
+
     def is_lost(self, worker: int) -> bool:
         return worker in self._lost
 
     def _settle_lost(self, pending: Pending) -> None:
-        reason = self._lost[pending.callee.id]
-        self.calls.fail(
-            pending.callee.id, WorkerLost(f"Worker {pending.callee.name!r} is gone: {reason}.")
-        )
+        self.calls.fail(pending.callee.id, self.loss_of(pending.callee.id))
         pending.complete()
 
     def close(self) -> list[Pending]:

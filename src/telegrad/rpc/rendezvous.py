@@ -11,6 +11,10 @@ key makes one, in a file that only this user can read on this host.
 In a job without a world size, workers leave and others come. A name becomes free when its worker
 leaves or its process is seen dead. A rank is never used twice: it is what references and messages
 know a worker by.
+
+A supervised job of fixed size starts workers that died anew. Such a worker has a *life*, the number
+of times that it was started before. It goes to the room of those who met without it, under its old
+name and rank and with the id `rank + life * world_size`, which nobody had before.
 """
 
 from __future__ import annotations
@@ -76,10 +80,17 @@ class Rendezvous:
     """One worker's visit to the meeting place."""
 
     def __init__(
-        self, store: Store, name: str, rank: int | None, world_size: int | None, timeout: float
+        self,
+        store: Store,
+        name: str,
+        rank: int | None,
+        world_size: int | None,
+        timeout: float,
+        life: int | None = None,
     ) -> None:
         self._timeout = timeout
         self._world_size = world_size
+        self._life = life
         self._name = name
         self._named = False
         self.incarnation = secrets.randbits(63)
@@ -90,6 +101,7 @@ class Rendezvous:
         else:
             rank = self._store.add("ranks given out", 1) - 1 if rank is None else rank
             self._visit(name, rank, world_size)
+            rank += (life or 0) * world_size
         self.info = WorkerInfo(name, rank)
 
     def _take_rank(self, name: str, rank: int | None) -> int:
@@ -113,11 +125,11 @@ class Rendezvous:
                 f"worker {name!r} has rank {rank} in a job of {world_size}: ranks go from 0 "
                 f"to {world_size - 1}"
             )
-        number = self._store.add(f"visits of {rank}", 1)
+        number = self._store.add(f"visits of {rank}", 0 if self._life else 1)
         process = Process.own()
         self._whole_store, self._visitor = self._store, f"visitor {number} of {rank}"
         self._put(self._visitor, {"name": name, "process": asdict(process)})
-        if number > 1:
+        if number > 1 and not self._life:
             before = self._get(f"visitor {number - 1} of {rank}", "its last worker")
             other = _process_of(before) or process
             if other != process and other.vital() in (Vital.ALIVE, Vital.STOPPED):
@@ -247,16 +259,37 @@ class Rendezvous:
         rank = self.info.id
         if self._world_size is None:
             return self._join_open_job(me)
+        if self._life:
+            return self._return(me, self._world_size)
         mine = self._entries.write(me)
         self._put(f"worker {rank}", mine)
         if rank == 0:
             self._put("members", self._gather(mine, self._world_size))
+        members = self._agreed()
+        if self._life is None:
+            return Members(members)
+        return Members(members, self._look_up, self._world_size)
+
+    def _agreed(self) -> list[Member]:
+        """The list that rank 0 has published."""
         match self._get("members", "rank 0 to list all workers"):
             case {"problem": str(problem)}:
                 raise RendezvousError(problem)
             case {"members": list(entries)}:
-                return Members([self._entries.read(entry) for entry in entries])
+                return [self._entries.read(entry) for entry in entries]
         raise _not_ours("members")
+
+    def _return(self, me: Member, world_size: int) -> Members:
+        """Come back to a job that goes on."""
+        members = Members(self._agreed(), self._look_up, world_size)
+        for info in members.infos():
+            follower = self._look_up(info.name)
+            if follower is not None:
+                members.add(follower)
+        members.add(me)
+        self._put(f"worker {me.info.id}", self._entries.write(me))
+        self._store.set(f"name {me.info.name}", f"{me.info.id} {self.incarnation}")
+        return members
 
     def _gather(self, mine: dict[str, Any], world_size: int) -> dict[str, Any]:
         """Rank 0: the list of all workers, or what is wrong with it."""

@@ -1,0 +1,154 @@
+"""Workers that die are started anew: same name and rank, another incarnation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import telegrad
+from telegrad import rpc
+
+_kept: list[object] = []
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill(name: str) -> None:
+    with pytest.raises(rpc.WorkerLost, match=name):
+        rpc.rpc_sync(name, die, timeout=30)
+
+
+def keep(thing: object) -> int:
+    _kept.append(thing)
+    return len(_kept)
+
+
+def call_through(name: str) -> int:
+    """What a worker that never met the new incarnation can do."""
+    rpc.wait_for_worker(name, timeout=30)
+    return int(rpc.rpc_sync(name, os.getpid, timeout=30))
+
+
+def forward(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum()
+
+
+def test_a_worker_that_dies_comes_back_under_its_name_and_rank() -> None:
+    def main() -> None:
+        before = rpc.rpc_sync("ps", os.getpid)
+        old = rpc.get_worker_info("ps")
+        kill("ps")
+        new = rpc.wait_for_worker("ps", timeout=30)
+        assert new.name == "ps"
+        assert new != old
+        assert rpc.rpc_sync("ps", os.getpid) not in (before, os.getpid())
+        assert rpc.rpc_sync(1, os.getpid) == rpc.rpc_sync("ps", os.getpid)
+        assert rpc.rpc_sync("trainer", call_through, args=("ps",)) == rpc.rpc_sync("ps", os.getpid)
+        assert [info.name for info in rpc.get_worker_infos()] == ["main", "trainer", "ps"]
+        with pytest.raises(rpc.WorkerLost, match="'ps' is gone"):
+            rpc.rpc_sync(old, os.getpid)
+
+    telegrad.run(main, workers=["ps", "trainer"], restarts=1)
+    assert not rpc.is_initialized()
+
+
+def test_the_new_incarnation_knows_and_calls_the_others() -> None:
+    def main() -> None:
+        kill("a")
+        kill("b")
+        for name in ("a", "b"):
+            rpc.wait_for_worker(name, timeout=30)
+        assert rpc.rpc_sync("a", call_through, args=("b",)) == rpc.rpc_sync("b", os.getpid)
+        assert rpc.rpc_sync("b", call_through, args=("a",)) == rpc.rpc_sync("a", os.getpid)
+        assert rpc.rpc_sync("b", call_through, args=("main",)) == os.getpid()
+
+    telegrad.run(main, workers=["a", "b"], restarts=2)
+
+
+def test_each_worker_is_started_anew_only_so_often() -> None:
+    def main() -> None:
+        for _ in range(2):
+            kill("a")
+            rpc.wait_for_worker("a", timeout=30)
+        kill("a")
+        with pytest.raises(rpc.CallTimeout, match=r"'a' is gone.*no other came"):
+            rpc.wait_for_worker("a", timeout=1)
+        assert rpc.rpc_sync("b", os.getpid) != os.getpid()
+
+    telegrad.run(main, workers=["a", "b"], restarts=2)
+
+
+def test_without_restarts_a_dead_worker_stays_dead() -> None:
+    def main() -> None:
+        kill("a")
+        with pytest.raises(rpc.WorkerLost, match="'a' is gone"):
+            rpc.wait_for_worker("a", timeout=30)
+
+    telegrad.run(main, workers=["a"])
+
+
+def test_owners_drop_what_the_dead_incarnation_held_and_the_new_one_starts_empty() -> None:
+    def main() -> None:
+        mine = rpc.RRef(torch.ones(2))
+        assert rpc.rpc_sync("a", keep, args=(mine,)) == 1
+        theirs = rpc.remote("a", torch.ones, args=(3,))
+        theirs.to_here()
+        assert rpc.debug_info()["references"]["forks"] == 1
+        kill("a")
+        rpc.wait_for_worker("a", timeout=30)
+        with pytest.raises(rpc.ReferenceLost, match="'a'"):
+            theirs.to_here()
+        assert rpc.rpc_sync("a", keep, args=(mine,)) == 1
+        assert _until(lambda: rpc.debug_info()["references"]["forks"] == 1)
+        assert rpc.remote("a", torch.ones, args=(3,)).to_here().tolist() == [1, 1, 1]
+
+    telegrad.run(main, workers=["a", "b"], restarts=1)
+
+
+def test_gradients_flow_through_a_new_incarnation() -> None:
+    def main() -> None:
+        x = torch.tensor([1.0, 2.0], requires_grad=True)
+        kill("a")
+        rpc.wait_for_worker("a", timeout=30)
+        with telegrad.autograd.context() as context:
+            loss = rpc.rpc_sync("a", forward, args=(x,))
+            telegrad.autograd.backward(context, [loss])
+            gradients = telegrad.autograd.get_gradients(context)
+        assert gradients[x].tolist() == [2.0, 4.0]
+
+    telegrad.run(main, workers=["a"], restarts=1)
+
+
+def test_two_workers_that_die_together_find_each_other_again() -> None:
+    def main() -> None:
+        dying = [rpc.rpc_async(name, die) for name in ("a", "b")]
+        for each in dying:
+            with pytest.raises(rpc.WorkerLost):
+                each.wait()
+        for name in ("a", "b"):
+            rpc.wait_for_worker(name, timeout=30)
+        assert rpc.rpc_sync("a", call_through, args=("b",)) == rpc.rpc_sync("b", os.getpid)
+
+    telegrad.run(main, workers=["a", "b"], restarts=1)
+
+
+def test_a_number_of_restarts_that_is_none_is_refused() -> None:
+    for wrong in (-1, True, 1.5):
+        restarts: Any = wrong
+        with pytest.raises(ValueError, match="restarts="):
+            telegrad.run(lambda: None, workers=1, restarts=restarts)
+
+
+def _until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()

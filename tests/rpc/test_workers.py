@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.rpc.meeting import PATIENCE
 from telegrad.wire.keys import JobKeyError
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Process, join, serve_store
@@ -410,8 +409,8 @@ def test_a_shutdown_is_not_held_up_by_a_function_that_hangs(start: Start, size: 
     a.do(begin_call, "b", functions.wait_event, "never", timeout=0)
     leaving = [a.begin(timed_shutdown, timeout=1), b.begin(timed_shutdown, timeout=1)]
     for seconds, _ in results(leaving):
-        # Its timeout, and the time that a handshake with one who is just leaving may take.
-        assert seconds < 1 + 2 * PATIENCE
+        # Its timeout, farewells to who does not read them, and a busy machine.
+        assert seconds < 1 + 2.0
 
 
 def test_callers_that_gave_up_do_not_hold_a_shutdown_up(make_job: MakeJob) -> None:

@@ -434,8 +434,11 @@ class Participant:
 
     def _lost_error(self, worker: int, reason: str) -> WorkerLost:
         name = self._node.members.name(worker)
-        return WorkerLost(
-            f"Worker {name!r} ({worker}) is gone, the backward pass needs it: {reason}."
+        return WorkerLost.saying(
+            f"Worker {name!r} ({worker}) is gone, the backward pass needs it: {reason}.",
+            name,
+            reason,
+            f"the backward pass of context {self.context.id}",
         )
 
     def _join(self, options: Options, history: History, roots: Sequence[Tensor] | None) -> Part:

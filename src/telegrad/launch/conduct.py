@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 from telegrad import rpc
 from telegrad.launch.job import Conduct, Seat
 from telegrad.launch.store import visit_store
 
 WORKERS_VARIABLE = "TELEGRAD_WORKERS"
+LEAVE_SECONDS = 90.0
 
 
 def join(seat: Seat) -> None:
@@ -27,7 +30,11 @@ def serve(seat: Seat) -> None:
 
 
 def leave(graceful: bool) -> None:
-    rpc.shutdown(graceful=graceful)
+    """A function that hangs must not keep main from returning: its worker is ended instead."""
+    try:
+        rpc.shutdown(graceful=graceful, timeout=LEAVE_SECONDS)
+    except rpc.CallTimeout as error:
+        print(f"telegrad: {error}; the workers are ended all the same", file=sys.stderr)
 
 
 RPC = Conduct(join=join, serve=serve, leave=leave)

@@ -17,6 +17,7 @@ from telegrad.rpc.api import (
 from telegrad.rpc.errors import (
     CallTimeout,
     JobClosed,
+    LostWithWorker,
     NotInitialized,
     ReferenceLost,
     Refused,
@@ -36,6 +37,7 @@ __all__ = [
     "CallTimeout",
     "JobClosed",
     "Limits",
+    "LostWithWorker",
     "NotInitialized",
     "RRef",
     "ReferenceLost",

@@ -8,6 +8,8 @@ breaks is mended while the other process answers at its address; a process that 
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import secrets
 import socket
 import threading
@@ -49,6 +51,13 @@ MAX_GREETINGS = 256
 PAUSE_BEFORE_RETRY = 0.05
 PATIENCE_WITH_BUSY = 60.0
 READABLE_ALWAYS = 0x001
+NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+PAUSE_WITHOUT_ROOM = 0.1
+PATIENCE_WITH_FAREWELL = 0.5
+
+
+class _NotInTime(OSError):
+    """The deadline of a call passed before its worker was met."""
 
 
 class Agent:
@@ -112,8 +121,13 @@ class Agent:
     def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
         worker = pending.callee.id
         try:
-            outgoing = self._outgoing.get(worker) or self._reach(worker)
+            outgoing = self._outgoing.get(worker) or self._reach(worker, pending.deadline)
             outgoing.call(pending, packed, note)
+        except _NotInTime:
+            self.node.calls.expire_one(pending)
+            self.node.never_left(pending)
+            self.complete_elsewhere([pending])
+            return
         except (WorkerLost, LinkClosed):
             # Whoever found the worker gone has settled its calls, unless this one came just after.
             self._settle_unreachable(pending)
@@ -162,19 +176,17 @@ class Agent:
         """Whether the calling thread runs a request."""
         return getattr(self.local, "incoming", None) is not None
 
+    def knows(self, worker: int) -> bool:
+        return worker in self._outgoing
+
     def nudge(self) -> None:
         self.watch.poke()
 
     def _settle_unreachable(self, pending: Pending) -> None:
         if self.node.calls.take(pending.callee.id, pending.call_id) is not None:
             reason = self.node.lost_workers().get(pending.callee.id, "it cannot be reached")
-            pending.settle(
-                None,
-                WorkerLost(
-                    f"Worker {pending.callee.name!r} is gone: {reason}. "
-                    f"Pending was the call {pending.describe()}."
-                ),
-            )
+            what = f"the call {pending.describe()}"
+            pending.settle(None, WorkerLost.of(pending.callee.name, reason, what))
         pending.complete()
 
     # What the watch asks.
@@ -209,11 +221,14 @@ class Agent:
 
     # Meeting others.
 
-    def _reach(self, worker: int) -> Outgoing | Loopback:
+    def _reach(self, worker: int, deadline: float = math.inf) -> Outgoing | Loopback:
         """The link to a worker; connect if there is none."""
         with self._lock:
             gate = self._connecting.setdefault(worker, threading.Lock())
-        with gate:
+        left = deadline - self.node.runtime.now()
+        if not gate.acquire(timeout=max(0.0, min(left, 3600.0))):
+            raise _NotInTime
+        try:
             outgoing = self._outgoing.get(worker)
             if outgoing is not None:
                 return outgoing
@@ -222,7 +237,9 @@ class Agent:
             member = self.node.members.member(worker)
             session = secrets.token_hex(16)
             try:
-                visit = self._meet(member, session)
+                visit = self._meet(member, session, deadline)
+            except _NotInTime:
+                raise
             except OSError as error:
                 self.lose(worker, f"it cannot be reached ({error})")
                 raise WorkerLost(f"worker {member.info.name!r} cannot be reached") from error
@@ -234,6 +251,8 @@ class Agent:
                     raise WorkerLost(f"worker {member.info.name!r} is gone")
                 self._outgoing[worker] = made
             return made
+        finally:
+            gate.release()
 
     def _link(self, connected: Connected) -> Link:
         return Link(
@@ -244,16 +263,21 @@ class Agent:
             limits=self._limits,
         )
 
-    def _meet(self, member: Member, session: str) -> Visit:
+    def _meet(self, member: Member, session: str, deadline: float) -> Visit:
         """Connect; again, if the connection is cut before the two have met.
 
         On a machine that has too much to do, a process that lives may take long to answer.
         """
         started = self.node.runtime.now()
         while True:
+            left = deadline - self.node.runtime.now()
             try:
-                return meet(self._meeting, self.node.info, member, session, 0, "calls")
-            except CutShort:
+                return meet(self._meeting, self.node.info, member, session, 0, "calls", left)
+            except OSError as error:
+                if deadline <= self.node.runtime.now() and not is_dead(error):
+                    raise _NotInTime from None
+                if not isinstance(error, CutShort):
+                    raise
                 alive = member.process is not None and member.process.vital() is Vital.ALIVE
                 patience = max(self._liveness, PATIENCE_WITH_BUSY) if alive else self._liveness
                 if self.node.runtime.now() - started > patience:
@@ -264,7 +288,11 @@ class Agent:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in NO_ROOM and not self._closed:
+                    self._accept_later(listener)
                 return
             with self._lock:
                 self._greetings += 1
@@ -274,6 +302,17 @@ class Agent:
                 connection.close()
                 continue
             self.threads.run(partial(self._greet, connection, listener))
+
+    def _accept_later(self, listener: socket.socket) -> None:
+        """There is no descriptor left. The visitor waits; to look on would only burn a core."""
+        descriptor = listener.fileno()
+        self.watch.forget(descriptor)
+        self.watch.call_later(
+            PAUSE_WITHOUT_ROOM,
+            lambda: self.watch.register(
+                descriptor, partial(self._accept, listener), READABLE_ALWAYS
+            ),
+        )
 
     def _greeted(self) -> None:
         with self._lock:
@@ -444,16 +483,20 @@ class Agent:
             links: list[Any] = [*self._outgoing.values(), *self._incoming.values()]
             self._outgoing.clear()
             self._incoming.clear()
+        # Before all else: who still wants to visit is to see at once that nobody is here.
+        for listener in self._meeting.listeners:
+            self.watch.forget(listener.fileno())
+        self._meeting.close()
         cut = self.node.close()
+        until = self.node.runtime.now() + PATIENCE_WITH_FAREWELL
         for end in links:
             if farewell and not isinstance(end, Loopback):
                 with contextlib.suppress(OSError):
-                    end.link.send(Kind.LEAVING, 0)
+                    end.link.send(Kind.LEAVING, 0, deadline=until)
             end.end()
         for pending in cut:
             pending.complete()
         self.watch.close()
-        self._meeting.close()
 
     def debug_info(self) -> dict[str, int]:
         return {

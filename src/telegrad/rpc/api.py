@@ -18,7 +18,14 @@ from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.limits import Limits
 from telegrad.rpc.meeting import Meeting
 from telegrad.rpc.members import Members
-from telegrad.rpc.node import DEFAULT_TIMEOUT, Node, current_node, find_node, set_process_node
+from telegrad.rpc.node import (
+    DEFAULT_TIMEOUT,
+    Node,
+    current_node,
+    find_node,
+    report_background_error,
+    set_process_node,
+)
 from telegrad.rpc.rendezvous import Rendezvous, open_store
 from telegrad.rpc.rref import RRef, remote_reference
 from telegrad.rpc.runtime import ThreadRuntime, Threads
@@ -32,6 +39,7 @@ Args = tuple[Any, ...] | list[Any]
 LIVENESS = 5.0
 PAUSE = 0.005
 PAUSE_FOR_RETURN = 0.02
+PATIENCE_WITH_RELEASE = 1.0
 _starting = threading.Lock()
 
 
@@ -132,8 +140,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the job.
 
     With `graceful=True` it waits until every worker has called `shutdown` and no call is under way
-    anywhere; `timeout` bounds that in seconds (0: no bound). With `graceful=False` it leaves at
-    once, and what others still wait for from here ends with an error that says so.
+    anywhere; in a job without a world size, where others stay, until this worker's own calls have
+    ended. `timeout` bounds that in seconds (0: no bound). With `graceful=False` it leaves at once,
+    and what others still wait for from here ends with an error that says so.
     """
     node = current_node()
     agent = node.transport
@@ -144,8 +153,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
                 node.services["closing"].close(timeout)
             else:
                 _await_own_calls(node, timeout)
-            node.values.bury()
-            node.values.release_all()
+            _release(node)
     finally:
         node.services["rendezvous"].leave()
         set_process_node(None)
@@ -159,6 +167,19 @@ def _await_own_calls(node: Node, timeout: float) -> None:
     with pause:
         while node.calls.total() and node.runtime.now() < until:
             pause.wait(PAUSE)
+
+
+def _release(node: Node) -> None:
+    """Drop what others keep for this worker. One that does not read must not hold it up."""
+    released = threading.Event()
+
+    def release() -> None:
+        node.values.bury()
+        node.values.release_all()
+        released.set()
+
+    node.runtime.spawn(release)
+    released.wait(PATIENCE_WITH_RELEASE)
 
 
 @atexit.register
@@ -187,7 +208,7 @@ def rpc_sync(
     if is_dynamo_compiling():
         return _traced().rpc_sync(to, func, args, kwargs, timeout)
     node = current_node()
-    _check_callable(func)
+    _check(func, args, kwargs)
     pending = node.call(node.members.find(to), func, args or (), kwargs, timeout)
     if not pending.done:
         node.transport.wait(pending)
@@ -206,7 +227,7 @@ def rpc_async(
         traced: CallFuture = _traced().rpc_async(to, func, args, kwargs, timeout)
         return traced
     node = current_node()
-    _check_callable(func)
+    _check(func, args, kwargs)
     return begin_async(node, node.members.find(to), func, args or (), kwargs, timeout)
 
 
@@ -222,7 +243,7 @@ def remote(
         traced: RRef[Any] = _traced().remote(to, func, args, kwargs, timeout)
         return traced
     node = current_node()
-    _check_callable(func)
+    _check(func, args, kwargs)
     return remote_reference(node, node.members.find(to), func, args or (), kwargs, timeout)
 
 
@@ -233,9 +254,13 @@ def _traced() -> Any:
     return traced
 
 
-def _check_callable(func: object) -> None:
+def _check(func: object, args: object, kwargs: object) -> None:
     if not callable(func):
         raise TypeError(f"{func!r} cannot be called: give the function itself, not its name")
+    if args is not None and not isinstance(args, tuple | list):
+        raise TypeError(f"args is a {type(args).__name__}: give a tuple, as args=(x,) for one")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise TypeError(f"kwargs is a {type(kwargs).__name__}: give a dict of names and values")
 
 
 def get_worker_info(name: To | None = None) -> WorkerInfo:
@@ -277,11 +302,22 @@ def wait_for_worker(to: str | int, timeout: float | None = None) -> WorkerInfo:
 
 
 def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> None:
-    """Have `callback(worker, reason)` called when a worker is lost or leaves."""
+    """Have `callback(worker, reason)` called, in a thread of its own, when a worker is gone.
+
+    By then the calls that waited for it have failed. A worker that left in good order counts too.
+
+        on_worker_lost(lambda worker, reason: print(worker.name, reason))
+    """
     node = current_node()
 
     def told(worker: int, reason: str) -> None:
-        callback(node.members.member(worker).info, reason)
+        node.runtime.spawn(lambda: tell(node.members.member(worker).info, reason))
+
+    def tell(worker: WorkerInfo, reason: str) -> None:
+        try:
+            callback(worker, reason)
+        except Exception:
+            report_background_error(f"a callback on the loss of worker {worker.name!r}")
 
     node.on_lost(told)
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 
-from telegrad.rpc.errors import CallTimeout, RemoteError, TelegradError
+from telegrad.rpc.errors import CallTimeout, RemoteError, TelegradError, WorkerLost
+from telegrad.rpc.references import Transfer
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.frames import Frame
 
@@ -28,6 +29,7 @@ class Pending:
     __slots__ = (
         "call_id",
         "callee",
+        "carried",
         "completion",
         "deadline",
         "done",
@@ -50,6 +52,8 @@ class Pending:
         self.frame: Frame | None = None
         self.error: TelegradError | None = None
         self.completion: list[Callable[[], None]] = []
+        # The references among its arguments; None once it is known that the call never left.
+        self.carried: Sequence[Transfer] | None = ()
         self.latch: Lock | None = None
 
     def settle(self, frame: Frame | None, error: TelegradError | None = None) -> None:
@@ -205,4 +209,7 @@ class Calls:
 
 
 def _about(error: TelegradError, pending: Pending) -> TelegradError:
-    return type(error)(f"{error} Pending was the call {pending.describe()}.")
+    what = f"the call {pending.describe()}"
+    if isinstance(error, WorkerLost):
+        return WorkerLost.of(error.worker, error.cause, what)
+    return type(error)(f"{error} Pending was {what}.")

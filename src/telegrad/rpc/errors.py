@@ -6,6 +6,8 @@ Errors raised by a remote *function* keep their own type; these are for what tel
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class TelegradError(RuntimeError):
     """Something that telegrad itself has to report."""
@@ -43,7 +45,26 @@ class Refused(TelegradError):
 
 
 class WorkerLost(TelegradError, ConnectionError):
-    """The worker that an operation depended on is gone."""
+    """A worker that an operation depended on is gone. Whatever fails for that reason is one.
+
+    `worker` is its name, `cause` why it counts as gone, `pending` what waited for it.
+    """
+
+    worker = ""
+    cause = ""
+    pending = ""
+
+    @classmethod
+    def of(cls, worker: str, cause: str, pending: str = "") -> Self:
+        waited = f" Pending was {pending}." if pending else ""
+        return cls.saying(f"Worker {worker!r} is gone: {cause}.{waited}", worker, cause, pending)
+
+    @classmethod
+    def saying(cls, text: str, worker: str, cause: str, pending: str = "") -> Self:
+        # Not by `__init__`, whose arguments are all that an error is rebuilt from elsewhere.
+        error = cls(text)
+        error.worker, error.cause, error.pending = worker, cause, pending
+        return error
 
 
 class JobClosed(TelegradError):
@@ -52,6 +73,10 @@ class JobClosed(TelegradError):
 
 class ReferenceLost(TelegradError):
     """The value behind a reference cannot be had any more."""
+
+
+class LostWithWorker(ReferenceLost, WorkerLost):
+    """The value behind a reference is gone because a worker is."""
 
 
 class RemoteError(TelegradError):

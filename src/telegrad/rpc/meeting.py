@@ -124,11 +124,18 @@ class Visitor(Connected):
 
 
 def meet(
-    meeting: Meeting, me: WorkerInfo, member: Member, session: str, seen: int, purpose: str
+    meeting: Meeting,
+    me: WorkerInfo,
+    member: Member,
+    session: str,
+    seen: int,
+    purpose: str,
+    patience: float | None = None,
 ) -> Visit:
     """Connect to a worker. Raises `Unreachable`, `HandshakeError`, `CutShort` or an `OSError`."""
+    patience = PATIENCE if patience is None else max(0.001, min(PATIENCE, patience))
     address = _choose(meeting, member)
-    sock = connect(address, PATIENCE)
+    sock = connect(address, patience)
     hello = Hello(
         worker=me.name,
         worker_id=me.id,
@@ -143,8 +150,8 @@ def meet(
     )
     try:
         whom = f"worker {member.info.name!r} at {address}"
-        sock.settimeout(PATIENCE)
-        channel = _open_channel(sock, address, meeting, server_side=False, peer=whom)
+        sock.settimeout(patience)
+        channel = _open_channel(sock, address, meeting, patience, server_side=False, peer=whom)
         handshake = ClientHandshake(bytes(meeting.key), hello, whom)
         _shake_hands(channel, handshake)
         assert handshake.peer is not None
@@ -190,7 +197,7 @@ def greet(
             protocol=PROTOCOL,
         )
 
-    channel = _open_channel(sock, address, meeting, server_side=True, peer="a visitor")
+    channel = _open_channel(sock, address, meeting, PATIENCE, server_side=True, peer="a visitor")
     handshake = ServerHandshake(bytes(meeting.key), answer, "a visitor")
     _shake_hands(channel, handshake)
     assert handshake.peer is not None
@@ -236,10 +243,11 @@ class _Channel:
     A limit for each would let a stranger who sends a byte now and then stay for ever.
     """
 
-    def __init__(self, sock: socket.socket, tls: TlsStream | None) -> None:
+    def __init__(self, sock: socket.socket, tls: TlsStream | None, patience: float) -> None:
         self._socket = sock
         self._tls = tls
-        self._until = time.monotonic() + PATIENCE
+        self._patience = patience
+        self._until = time.monotonic() + patience
 
     def read(self, count: int) -> bytes:
         left = self._until - time.monotonic()
@@ -263,7 +271,7 @@ class _Channel:
         while rest:
             sent = self._tls.try_send([rest])
             rest = rest[sent:]
-            if rest and not self._tls.wait_writable(PATIENCE):
+            if rest and not self._tls.wait_writable(self._patience):
                 raise TimeoutError("the handshake took too long")
 
     def stream(self) -> Stream:
@@ -274,14 +282,19 @@ class _Channel:
 
 
 def _open_channel(
-    sock: socket.socket, address: Address, meeting: Meeting, *, server_side: bool, peer: str
+    sock: socket.socket,
+    address: Address,
+    meeting: Meeting,
+    patience: float,
+    *,
+    server_side: bool,
+    peer: str,
 ) -> _Channel:
     if not (isinstance(address, TcpAddress) and address.tls):
-        return _Channel(sock, None)
+        return _Channel(sock, None, patience)
     context = meeting.tls()[0 if server_side else 1]
-    return _Channel(
-        sock, TlsStream(sock, context, server_side=server_side, timeout=PATIENCE, peer=peer)
-    )
+    tls = TlsStream(sock, context, server_side=server_side, timeout=patience, peer=peer)
+    return _Channel(sock, tls, patience)
 
 
 def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> None:

@@ -57,6 +57,10 @@ class Tally:
         with self._lock:
             self._counts[worker] = self._counts.get(worker, 0) + count
 
+    def forget(self, worker: int) -> None:
+        with self._lock:
+            self._counts.pop(worker, None)
+
     def total(self, without: Container[int]) -> int:
         with self._lock:
             return sum(count for worker, count in self._counts.items() if worker not in without)
@@ -101,6 +105,10 @@ class Transport(Protocol):
 
     def blocking(self) -> None:
         """The calling thread is about to wait for something that other requests may bring."""
+        ...
+
+    def knows(self, worker: int) -> bool:
+        """Whether a message to that worker can leave without its being met first."""
         ...
 
     def nudge(self) -> None:
@@ -176,10 +184,10 @@ class Node:
                 f"timeout={timeout!r} is no time: give seconds, 0 for no bound, None for the job's"
             )
         worker = to.id
-        packed = self._pack((target, args, kwargs or {}), worker)
         scope = self.crossing.current()
-        note = b"" if scope is None else self.crossing.leaving(self, worker, packed.tensors, scope)
+        packed, note = self._prepare((target, args, kwargs or {}), worker, scope)
         pending = self.calls.begin(to, target, timeout, self.runtime.now())
+        pending.carried = self.values.packed()
         if target != CLOSING:
             self._made.add(worker)
         if on_settled is not None:
@@ -206,8 +214,15 @@ class Node:
             raise afresh(pending.error)
         frame = pending.frame
         assert frame is not None
-        value, _ = self._open(pending.callee.id, frame)
-        self.values.opened()
+        try:
+            value, _ = self._open(pending.callee.id, frame)
+        except SystemExit as error:
+            # From the code of a class that is rebuilt here: it must not end the caller's process.
+            raise RemoteError(
+                f"The result of {pending.describe()} cannot be read: {error!r}"
+            ) from error
+        finally:
+            self.values.opened()
         if frame.kind == Kind.ERROR:
             raise _rebuild_error(_told_error(value), self.trust)
         return value
@@ -225,8 +240,8 @@ class Node:
         """Send a one-way message, handled once on the other side while both workers live."""
         if self.closed or to in self._lost:
             return
-        packed = self._pack((topic, payload), to)
-        note = b"" if scope is None else self.crossing.leaving(self, to, packed.tensors, scope)
+        packed, note = self._prepare((topic, payload), to, scope)
+        self.values.packed()
         self.transport.post(to, packed, note)
 
     def on_post(self, topic: str, handler: Callable[[int, Any], object]) -> None:
@@ -250,6 +265,8 @@ class Node:
     def never_left(self, pending: Pending) -> None:
         """A call was settled before the transport sent it: nobody will finish it."""
         self._made.add(pending.callee.id, -1)
+        self.values.take_back(pending.carried or ())
+        pending.carried = None
 
     def lost_workers(self) -> dict[int, str]:
         """The workers that are gone, each with the reason."""
@@ -352,10 +369,8 @@ class Node:
         return operation
 
     def _success(self, to: int, value: object, scope: Scope | None) -> Reply:
-        packed = self._pack(value, to)
-        if scope is None:
-            return Reply(Kind.REPLY, packed)
-        note = self.crossing.leaving(self, to, packed.tensors, scope)
+        packed, note = self._prepare(value, to, scope)
+        self.values.packed()
         return Reply(Kind.REPLY, packed, note)
 
     def _failure(self, error: BaseException) -> Reply:
@@ -369,17 +384,18 @@ class Node:
             passage = self._passages.setdefault(worker, Passage(self, worker))
         return passage
 
-    def _pack(self, value: object, to: int) -> Packed:
+    def _prepare(self, value: object, to: int, scope: Scope | None) -> tuple[Packed, bytes]:
+        """A message and the note that goes with it. `Values.packed` has to follow."""
         try:
             packed = pack(value, self.passage(to), self.trust)
             if not self._usual_limits:
                 self._check_size(packed)
-            return packed
+            if scope is None:
+                return packed, b""
+            return packed, self.crossing.leaving(self, to, packed.tensors, scope)
         except BaseException:
-            self.values.take_back()
+            self.values.take_back(self.values.packed())
             raise
-        finally:
-            self.values.packed()
 
     def _check_size(self, packed: Packed) -> None:
         """The others have the same limits, as a rule: better an error here than a cut link."""
@@ -425,6 +441,9 @@ class Node:
         name = self.members.name(worker)
         failed = self.calls.fail(worker, self.loss_of(worker))
         self.values.worker_lost(worker, reason)
+        self._passages.pop(worker, None)
+        self._made.forget(worker)
+        self._finished.forget(worker)
         for callback in list(self._lost_callbacks):
             try:
                 callback(worker, reason)
@@ -434,7 +453,7 @@ class Node:
 
     def loss_of(self, worker: int) -> WorkerLost:
         """The error for what depended on a worker that is lost."""
-        return WorkerLost(f"Worker {self.members.name(worker)!r} is gone: {self._lost[worker]}.")
+        return WorkerLost.of(self.members.name(worker), self._lost[worker])
 
     def is_lost(self, worker: int) -> bool:
         return worker in self._lost

@@ -286,7 +286,7 @@ class Outgoing:
             self._await_room(pending)
             if pending.done:
                 self.agent.node.never_left(pending)
-                pending.complete()
+                self.agent.complete_elsewhere([pending])
                 return
         # The callee has plenty to do: let calls for which nobody waits yet leave together.
         later = in_flight > BACKLOG and bool(pending.completion)

@@ -58,7 +58,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from telegrad.rpc.errors import ReferenceLost, WorkerLost
+from telegrad.rpc.errors import LostWithWorker, ReferenceLost, WorkerLost
 
 
 class ReferenceId(NamedTuple):
@@ -502,9 +502,11 @@ class References:
     def _break_promise(self, reference: ReferenceId, owned: _Owned) -> None:
         creator = reference.created_on
         owned.state = State.FAILED
-        owned.error = ReferenceLost(
+        owned.error = LostWithWorker.saying(
             f"Worker {creator} was lost ({self._lost[creator]}) before its request to create "
-            f"this value arrived at worker {self._me}."
+            f"this value arrived at worker {self._me}.",
+            str(creator),
+            self._lost[creator],
         )
         self._actions.append(Failed(reference))
 
@@ -586,8 +588,10 @@ class References:
                 f"({self._lost[sender]}): ignore the message that carried it."
             )
 
-    def _owner_lost(self, reference: ReferenceId) -> ReferenceLost:
+    def _owner_lost(self, reference: ReferenceId) -> LostWithWorker:
         owner = reference.owner
-        return ReferenceLost(
-            f"Worker {owner}, which owns this value, is lost ({self._lost[owner]})."
+        return LostWithWorker.saying(
+            f"Worker {owner}, which owns this value, is lost ({self._lost[owner]}).",
+            str(owner),
+            self._lost[owner],
         )

@@ -8,7 +8,14 @@ from typing import Any, Generic, TypeVar
 from torch.compiler import is_dynamo_compiling
 
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.errors import CallTimeout, NotInitialized, ReferenceLost, TelegradError
+from telegrad.rpc.errors import (
+    CallTimeout,
+    LostWithWorker,
+    NotInitialized,
+    ReferenceLost,
+    TelegradError,
+    WorkerLost,
+)
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.node import Node, Passage, current_node
 from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
@@ -113,13 +120,19 @@ class RRef(Generic[T]):
                 f"{self!r} belongs to a job that has been shut down: {what} failed"
             )
         loss = self._node.values.loss(self._handle)
+        if isinstance(loss, WorkerLost):
+            raise LostWithWorker.of(
+                self.owner_name(), loss.cause, f"{what} of a value that it owns"
+            )
         if loss is not None:
             raise ReferenceLost(f"The value on worker {self.owner_name()!r} is gone: {loss}")
         creation = self._creation
         if creation is not None and creation.done and creation.error is not None:
-            raise type(creation.error)(
+            failure = type(creation.error)(
                 f"RRef creation via rpc.remote() failed before {what}: {creation.error}"
             )
+            failure.__dict__.update(creation.error.__dict__)
+            raise failure
 
     # Calls of its methods.
 
@@ -233,9 +246,9 @@ def _settle_creation(node: Node, to: WorkerInfo, created: Transfer, pending: Pen
     """If the owner could not read the request, tell it in words it can that there is no value."""
     try:
         node.outcome(pending)
-    except CallTimeout:
-        return
     except BaseException as error:
+        if isinstance(error, CallTimeout) and pending.carried is not None:
+            return
         if not node.closed and not node.is_lost(to.id):
             data = (tuple(created.reference), tuple(created.fork))
             node.call(to, "create_failed", (data, f"{type(error).__name__}: {error}"), None, 0)

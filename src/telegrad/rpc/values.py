@@ -4,18 +4,22 @@
 them, and the messages that the protocol asks for.
 
 Actions of the core are carried out in the order in which it gave them, outside of the lock: the
-thread that finds nobody doing so carries out all that is there. RRef objects die anywhere, even in
-a garbage collection under our own lock, so a death is only put on a queue and told to the core
-later.
+thread that finds nobody doing so carries out all that is there. Messages wait in a lane for each
+worker, so that one who cannot be reached holds up nobody else, and are numbered there: the receiver
+puts them in order and drops doubles. RRef objects die anywhere, even in a garbage collection under
+our own lock, so a death is only put on a queue and told to the core later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import secrets
 import threading
 import traceback
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
 
 TOPIC = "reference"
 MAX_EARLY = 1 << 16
+PATIENCE_WITH_LANES = 1.0
 
 
 class _Journey(threading.local):
@@ -93,6 +98,17 @@ class _Inbox:
         return message
 
 
+class _Lane:
+    """The messages to one worker that have not left. One thread at a time sends them."""
+
+    __slots__ = ("messages", "sending", "sent")
+
+    def __init__(self) -> None:
+        self.messages: deque[Message] = deque()
+        self.sent = 0
+        self.sending = False
+
+
 class Values:
     """Owned values and held references of one worker."""
 
@@ -107,7 +123,7 @@ class Values:
         self._lost: dict[ForkId, ReferenceLost] = {}
         self._actions: deque[Action] = deque()
         self._acting = False
-        self._sent: dict[int, int] = {}
+        self._lanes: dict[int, _Lane] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._deaths: deque[Handle] = deque()
         self._journey = _Journey()
@@ -150,16 +166,18 @@ class Values:
         self._journey.leaving.append(transfer)
         return transfer
 
-    def packed(self) -> None:
-        """The message of this thread is packed, or failed to be: its transfers are not ours now."""
-        if self._journey.leaving:
-            self._journey.leaving.clear()
+    def packed(self) -> Sequence[Transfer]:
+        """The message of this thread is packed, or failed to be: the references that it carries."""
+        if not self._journey.leaving:
+            return ()
+        carried, self._journey.leaving = self._journey.leaving, []
+        return carried
 
-    def take_back(self) -> None:
-        """The message that this thread packed will not leave."""
-        if self._journey.leaving:
+    def take_back(self, carried: Sequence[Transfer]) -> None:
+        """The message that carries these will not leave."""
+        if carried:
             with self._changed:
-                for transfer in self._journey.leaving:
+                for transfer in carried:
                     self._core.unshare(transfer)
             self._act()
 
@@ -223,6 +241,13 @@ class Values:
             for fork in self._core.held():
                 self._core.drop(fork)
         self._act()
+        until = self._node.runtime.now() + PATIENCE_WITH_LANES
+        with self._changed:
+            while any(lane.messages for lane in self._lanes.values()):
+                left = until - self._node.runtime.now()
+                if left <= 0:
+                    return
+                self._changed.wait(left)
 
     # Asking for values.
 
@@ -351,11 +376,48 @@ class Values:
         return Later(lambda finish: self.when_ready(named, finish))
 
     def _invoke(self, sender: int, reference: Any, name: str, args: Any, kwargs: Any) -> object:
-        owner = self.value(read_reference(reference))
+        named = read_reference(reference)
+        with self._changed:
+            state = self._core.state(named)
+        if state in (State.PENDING, State.PROMISED):
+            return self._invoke_when_ready(named, name, args, kwargs)
+        return self._call_method(self.value(named), name, args, kwargs)
+
+    def _call_method(self, value: object, name: str, args: Any, kwargs: Any) -> object:
         self.await_confirmed()
-        method = self.method_of(owner, name)
+        method = self.method_of(value, name)
         self._node.transport.starting(getattr(method, "__func__", method))
         return as_result(self._node.coroutines, method, method(*args, **kwargs))
+
+    def _invoke_when_ready(self, named: ReferenceId, name: str, args: Any, kwargs: Any) -> Later:
+        """No thread waits for a value that may never come."""
+        node, crossing = self._node, self._node.crossing
+        scope = crossing.current()
+        self.await_confirmed()
+
+        def invoke(value: object, finish: Finish) -> None:
+            try:
+                within = contextlib.nullcontext() if scope is None else crossing.enter(node, scope)
+                with within:
+                    result = self._call_method(value, name, args, kwargs)
+            except BaseException as error:
+                finish(None, error)
+            else:
+                if type(result) is Later:
+                    result.subscribe(finish)
+                else:
+                    finish(result, None)
+
+        def subscribe(finish: Finish) -> None:
+            def ready(value: object, error: BaseException | None) -> None:
+                if error is not None:
+                    finish(None, error)
+                else:
+                    node.runtime.spawn(partial(invoke, value, finish))
+
+            self.when_ready(named, ready)
+
+        return Later(subscribe)
 
     def method_of(self, value: object, name: str) -> Any:
         """A method that another worker calls by its name."""
@@ -376,9 +438,13 @@ class Values:
     def _received(self, sender: int, payload: Any) -> None:
         number, data = payload
         with self._changed:
+            if self._node.is_lost(sender):
+                return
             inbox = self._inboxes.setdefault(sender, _Inbox())
-            if type(number) is not int or not 0 < number - inbox.seen <= MAX_EARLY:
+            if type(number) is not int or number - inbox.seen > MAX_EARLY:
                 raise ValueError("a message of the reference protocol has a number out of turn")
+            if number <= inbox.seen:
+                return
             inbox.early[number] = _message(data)
             message = inbox.begin_next()
         failure: Exception | None = None
@@ -409,6 +475,8 @@ class Values:
         with self._changed:
             self._introduce()
             self._core.worker_lost(worker, reason)
+            self._lanes.pop(worker, None)
+            self._inboxes.pop(worker, None)
         self._act()
 
     def _introduce(self) -> None:
@@ -417,29 +485,72 @@ class Values:
             self._core.worker_joined(member.info.id)
 
     def _act(self) -> None:
-        with self._changed:
-            self._actions.extend(self._core.take_actions())
-            if self._acting:
-                return
-            self._acting = True
-        while True:
+        waiting: dict[int, _Lane] = {}
+        acting = False
+        try:
             with self._changed:
                 self._actions.extend(self._core.take_actions())
-                if not self._actions:
-                    self._acting = False
+                if self._acting:
                     return
-                action = self._actions.popleft()
-            try:
+                acting = self._acting = True
+            while (action := self._next_action(waiting)) is not None:
                 self._carry_out(action)
-            except BaseException:
+        except BaseException:
+            if acting:
                 self._acting = False
-                raise
+            raise
+        finally:
+            self._send_along(waiting)
+
+    def _next_action(self, waiting: dict[int, _Lane]) -> Action | None:
+        """What is to be done here; the messages before it are put into their lanes."""
+        with self._changed:
+            self._actions.extend(self._core.take_actions())
+            while self._actions:
+                action = self._actions.popleft()
+                if not isinstance(action, Post):
+                    return action
+                lane = waiting[action.to] = self._lanes.setdefault(action.to, _Lane())
+                lane.messages.append(action.message)
+            self._acting = False
+        return None
+
+    def _send_along(self, lanes: dict[int, _Lane]) -> None:
+        """Let messages leave: on this thread if it need not wait for a worker to be met."""
+        node = self._node
+        for number, (to, lane) in enumerate(lanes.items(), 1):
+            if number == len(lanes) and node.transport.knows(to):
+                self._send_lane(to, lane)
+            else:
+                node.runtime.spawn(partial(self._send_lane, to, lane))
+
+    def _send_lane(self, to: int, lane: _Lane) -> None:
+        sending = False
+        try:
+            with self._changed:
+                if lane.sending:
+                    return
+                sending = lane.sending = True
+            while True:
+                with self._changed:
+                    if not lane.messages:
+                        sending = lane.sending = False
+                        self._changed.notify_all()
+                        return
+                    message = lane.messages[0]
+                self._node.post(to, TOPIC, (lane.sent + 1, _data(message)))
+                with self._changed:
+                    lane.messages.popleft()
+                    lane.sent += 1
+        except BaseException:
+            # It may have left or not: another thread sends it again, under the same number.
+            if sending:
+                lane.sending = False
+                self._node.runtime.spawn(partial(self._send_lane, to, lane))
+            raise
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Post(to, message):
-                self._sent[to] = number = self._sent.get(to, 0) + 1
-                self._node.post(to, TOPIC, (number, _data(message)))
             case Drop(reference):
                 self._stored.pop(reference, None)
             case Confirmed():

@@ -19,8 +19,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from telegrad.rpc.node import report_background_error
+
 TICK = 0.001
 ACTIVE_FOR = 0.05
+PAUSE_AFTER_ERROR = 0.05
 
 READABLE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 ENDED = select.EPOLLRDHUP | select.EPOLLONESHOT
@@ -98,33 +101,41 @@ class Watch:
     def _live(self) -> None:
         active_until = 0.0
         while not self._closed:
-            now = time.monotonic()
-            if now < active_until:
-                events = self._epoll.poll(TICK)
-            else:
-                self.sleeping = True
-                # Work that arrived before we said that we sleep did not poke us.
-                busy = self._tick(now)
-                wait = 0.0 if busy else self._until_next(now)
-                events = self._epoll.poll(wait)
-                self.sleeping = False
-            if self._closed:
-                break
-            for descriptor, event in events:
-                if descriptor == self._wake:
-                    with contextlib.suppress(OSError):
-                        os.eventfd_read(self._wake)
-                    active_until = time.monotonic() + ACTIVE_FOR
-                else:
-                    notice = self._notices.get(descriptor)
-                    if notice is not None:
-                        notice(event)
-            now = time.monotonic()
-            self._run_due(now)
-            if self._tick(now):
-                active_until = now + ACTIVE_FOR
+            try:
+                active_until = max(active_until, self._look(active_until))
+            except Exception:
+                # Without this thread nothing would be noticed any more: no end, no deadline.
+                report_background_error("the watch")
+                time.sleep(PAUSE_AFTER_ERROR)
         self._epoll.close()
         os.close(self._wake)
+
+    def _look(self, active_until: float) -> float:
+        """Look once at all that is watched; until when to look often."""
+        now = time.monotonic()
+        if now < active_until:
+            events = self._epoll.poll(TICK)
+        else:
+            self.sleeping = True
+            # Work that arrived before we said that we sleep did not poke us.
+            busy = self._tick(now)
+            wait = 0.0 if busy else self._until_next(now)
+            events = self._epoll.poll(wait)
+            self.sleeping = False
+        if self._closed:
+            return 0.0
+        for descriptor, event in events:
+            if descriptor == self._wake:
+                with contextlib.suppress(OSError):
+                    os.eventfd_read(self._wake)
+                active_until = time.monotonic() + ACTIVE_FOR
+            else:
+                notice = self._notices.get(descriptor)
+                if notice is not None:
+                    notice(event)
+        now = time.monotonic()
+        self._run_due(now)
+        return now + ACTIVE_FOR if self._tick(now) else active_until
 
     def _until_next(self, now: float) -> float | None:
         due = self._next_deadline()

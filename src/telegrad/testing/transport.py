@@ -118,6 +118,9 @@ class SimulatedTransport:
     def starting(self, function: object) -> None:
         self._scheduler.pause()
 
+    def knows(self, worker: int) -> bool:
+        return True
+
     def nudge(self) -> None:
         # This may run inside of a garbage collection, on any thread: it only leaves a note.
         if not (self._burying or self._worker.dead or self._scheduler.ending):

@@ -168,3 +168,20 @@ def test_ddp_reduces_inside_a_context_and_the_context_gets_the_result() -> None:
         assert torch.allclose(workers.gradient(0, module.module.weight), expected * 2)
         assert module.module.weight.grad is None
     assert len(reductions) == 3
+
+
+def test_no_python_object_is_left_in_the_state_of_a_thread_that_a_collective_copies() -> None:
+    """Gloo's thread would need the interpreter lock to let go of it: see `accumulate`."""
+    seen: list[bool] = []
+
+    def look(_: Tensor) -> None:
+        seen.append(torch._C._is_key_in_tls("context"))
+
+    workers = Workers(2)
+    w = torch.ones(3, requires_grad=True)
+    doubled = w * 2
+    doubled.register_hook(look)
+    w.register_post_accumulate_grad_hook(look)
+    workers.backward(0, [through_worker_1(workers, doubled)])
+    seen.append(torch._C._is_key_in_tls("context"))
+    assert seen == [False, False, False]

@@ -15,12 +15,11 @@ out; that is why other leaves do not go this way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd import torch_private
 
@@ -39,18 +38,27 @@ def add(a: Tensor | None, b: Tensor) -> Tensor:
     return a + b
 
 
-def own(gradient: Tensor, taken: set[int]) -> Tensor:
+def own(gradient: Tensor, shared: Collection[int]) -> Tensor:
     """The gradient itself if nobody else holds it, else a copy: the optimizer may change it.
 
     As in torch's own accumulation, a gradient that fills its memory densely is kept as it is.
-    `taken` has the gradients that already belong to another leaf: `a + b` gives both the same.
+    `shared` has the identities of those that belong to several leaves: `a + b` gives both the same.
+    Each gets a copy, as in torch's distributed autograd, and none depends on who came first.
     """
-    if id(gradient) in taken or torch_private.owners(gradient) > 1:
+    if id(gradient) in shared or torch_private.owners(gradient) > 1:
         return gradient.clone()
     if gradient.layout is _STRIDED and not gradient.is_contiguous() and not _dense(gradient):
         return gradient.clone()
-    taken.add(id(gradient))
     return gradient
+
+
+def _held_twice(gradients: Iterable[Tensor]) -> set[int]:
+    """The identities of the gradients that occur more than once."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for gradient in gradients:
+        (twice if id(gradient) in seen else seen).add(id(gradient))
+    return twice
 
 
 def _dense(gradient: Tensor) -> bool:
@@ -90,9 +98,10 @@ class Gradients:
         """The pass has found all there is: make the sums its own, run what hangs on leaves."""
         by_node = self._by_node
         if not create_graph:
-            taken: set[int] = set()
-            for node, gradient in by_node.items():
-                by_node[node] = own(gradient, taken)
+            gradients = list(by_node.values())
+            shared = _held_twice(gradients)
+            for node, gradient in zip(by_node, gradients, strict=True):
+                by_node[node] = own(gradient, shared)
         accumulators = accumulating_for_real(by_node)
         if accumulators:
             nodes = {node.variable: node for node in accumulators}
@@ -122,12 +131,7 @@ def _accumulate(
         for leaf in leaves:
             leaf.grad = None
         try:
-            with torch_private.eager_engine():
-                torch.autograd.backward(
-                    [GradientEdge(node, 0) for node in nodes.values()],
-                    gradients,
-                    create_graph=create_graph,
-                )
+            torch_private.accumulate(nodes.values(), gradients, create_graph=create_graph)
             found = {leaf: leaf.grad for leaf in leaves if leaf.grad is not None}
             # A reducer may keep its buckets in .grad and reuse them: what stays must be a copy.
             return {leaf: g if create_graph else g.clone() for leaf, g in found.items()}

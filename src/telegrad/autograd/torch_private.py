@@ -22,7 +22,6 @@ that says what changed, instead of giving wrong gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -173,9 +172,11 @@ def run_engine(
 
     The public function checks shapes again and looks for functorch and tensor subclasses; that
     costs as much as a small graph. The engine itself refuses gradients that do not fit.
+
+    Nor is a copy of the Python context put into the thread's C++ state, as the public function does
+    for engine threads that there are none of here. See `accumulate` for the harm it can do.
     """
     with eager_engine():
-        torch._C._stash_obj_in_tls("context", copy_context())
         results: tuple[torch.Tensor | None, ...] = _engine.run_backward(
             tuple([_new_edge(GradientEdge, (*edge, None)) for edge, _ in roots]),
             tuple([gradient for _, gradient in roots]),
@@ -198,6 +199,28 @@ def keep_compiled_nodes_usable(nodes: Iterable[Any]) -> None:
         metadata: Any = getattr(getattr(node, "_forward_cls", None), "metadata", None)
         if getattr(metadata, "bw_donated_idxs", ()) is None:
             metadata.bw_donated_idxs = []
+
+
+def accumulate(
+    leaves: Iterable[Node], gradients: Iterable[torch.Tensor], *, create_graph: bool
+) -> None:
+    """`torch.autograd.backward` from the accumulators of leaves.
+
+    The public function keeps a Python object in the C++ state of the thread meanwhile. A
+    collective that DDP's reducer begins in here takes that state with it, and gloo's thread lets go
+    of it last: for that it needs the interpreter lock, with which the thread that takes down the
+    process group waits for it. So nothing of Python is put there.
+    """
+    with eager_engine():
+        _engine.run_backward(
+            tuple([_new_edge(GradientEdge, (leaf, 0, None)) for leaf in leaves]),
+            tuple(gradients),
+            create_graph,
+            create_graph,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 def drop_queued_tasks() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.futures
+from torch.nn.parallel import DistributedDataParallel
 
 from telegrad.autograd.crossing import RecvNode, SendNode
 from telegrad.rpc.node import find_node
@@ -39,7 +40,7 @@ def install() -> None:
     with _lock:
         if is_installed():
             return
-        from telegrad.compat import autograd, futures, rpc, stock
+        from telegrad.compat import autograd, futures, reducers, rpc, stock
         from telegrad.compat.rpc import internal
 
         if stock.c_rpc._is_current_rpc_agent_set():
@@ -58,8 +59,11 @@ def install() -> None:
         _replace_names(stock.c_rpc, rpc, rpc.api)
         _replace_names(stock.c_autograd, autograd)
         _set(vars(torch.futures), "wait_all", futures.wait_all)
-        _rename(SendNode, "torch::distributed::autograd::SendRpcBackward")
-        _rename(RecvNode, "torch::distributed::autograd::RecvRpcBackward")
+        # Autograd nodes report the name of their class.
+        _set_attribute(SendNode, "__name__", "torch::distributed::autograd::SendRpcBackward")
+        _set_attribute(RecvNode, "__name__", "torch::distributed::autograd::RecvRpcBackward")
+        make_reducer = reducers.outliving(DistributedDataParallel._ddp_init_helper)
+        _set_attribute(DistributedDataParallel, "_ddp_init_helper", make_reducer)
         # Torch compiles these optimizers with TorchScript, which calls the C++ of stock autograd.
         _set(vars(stock.optimizer), "functional_optim_map", {})
 
@@ -155,8 +159,7 @@ def _set(namespace: Any, name: str, value: Any) -> None:
     namespace[name] = value
 
 
-def _rename(cls: type, name: str) -> None:
-    """Autograd nodes report the name of their class."""
-    old = cls.__name__
-    _undo.append(lambda: setattr(cls, "__name__", old))
-    cls.__name__ = name
+def _set_attribute(cls: type, name: str, value: object) -> None:
+    old = getattr(cls, name)
+    _undo.append(lambda: setattr(cls, name, old))
+    setattr(cls, name, value)

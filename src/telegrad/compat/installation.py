@@ -56,6 +56,7 @@ def install() -> None:
             parent, _, leaf = name.rpartition(".")
             _set(sys.modules, name, module)
             _set(vars(sys.modules[parent]), leaf, module)
+        _forget_later("torch.distributed.rpc.")
         _replace_names(stock.c_rpc, rpc, rpc.api)
         _replace_names(stock.c_autograd, autograd)
         _set(vars(torch.futures), "wait_all", futures.wait_all)
@@ -144,6 +145,18 @@ def _replace_names(target: ModuleType, *sources: ModuleType) -> None:
             if ours is not _ABSENT:
                 _set(vars(target), attribute, ours)
                 break
+
+
+def _forget_later(package: str) -> None:
+    """What will be imported from a stock package comes from ours: it must not outlive us there."""
+    known = set(sys.modules)
+
+    def forget() -> None:
+        for name in set(sys.modules) - known:
+            if name.startswith(package):
+                del sys.modules[name]
+
+    _undo.append(forget)
 
 
 def _set(namespace: Any, name: str, value: Any) -> None:

@@ -77,6 +77,11 @@ def script_function(name: str) -> torch.jit.ScriptFunction[Any, Any]:
     return found
 
 
+def is_operator(function: object) -> bool:
+    """Whether a function is one of torch's operators."""
+    return torch.jit._builtins._find_builtin(function) is not None  # type: ignore[no-untyped-call]
+
+
 def load_script_module(data: io.BytesIO) -> Any:
     return torch.jit.load(data)  # type: ignore[no-untyped-call]
 
@@ -113,6 +118,7 @@ __all__ = [
     "constants",
     "internal",
     "is_cpu_only",
+    "is_operator",
     "load_script_module",
     "open_store",
     "optimizer",

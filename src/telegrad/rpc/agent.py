@@ -457,6 +457,12 @@ class Agent:
             return
         incoming.resumed()
 
+    def sever(self, worker: int) -> None:
+        """Break the connections with a worker, as a network may: they have to mend."""
+        for end in (self._outgoing.get(worker), self._incoming.get(worker)):
+            if end is not None and not isinstance(end, Loopback):
+                end.link.mark_broken()
+
     # Endings.
 
     def lose(self, worker: int, reason: str) -> None:

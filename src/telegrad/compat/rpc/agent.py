@@ -8,7 +8,7 @@ from urllib.parse import urlparse
 
 import torch
 
-from telegrad.compat.stock import Store, TensorPipeRpcBackendOptions, is_cpu_only
+from telegrad.compat.stock import Store, _TensorPipeRpcBackendOptionsBase, is_cpu_only
 from telegrad.rpc import api as native
 from telegrad.rpc.node import Node, current_node, find_node
 from telegrad.rpc.rendezvous import own_address_towards
@@ -24,7 +24,7 @@ class RpcAgent:
 class TensorPipeAgent(RpcAgent):
     """Telegrad, for code that asks for the agent of torch RPC."""
 
-    def __init__(self, node: Node, options: TensorPipeRpcBackendOptions) -> None:
+    def __init__(self, node: Node, options: _TensorPipeRpcBackendOptionsBase) -> None:
         self._node = node
         self._options = options
 
@@ -68,7 +68,7 @@ class TensorPipeAgent(RpcAgent):
     def _get_device_map(self, worker: object) -> dict[torch.device, torch.device]:
         return {}
 
-    def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
+    def _get_backend_options(self) -> _TensorPipeRpcBackendOptionsBase:
         return self._options
 
 
@@ -77,7 +77,8 @@ def start(
     name: str,
     rank: int,
     world_size: int | None,
-    options: TensorPipeRpcBackendOptions,
+    options: _TensorPipeRpcBackendOptionsBase,
+    agent_class: type[TensorPipeAgent] = TensorPipeAgent,
 ) -> TensorPipeAgent:
     """Join the job that meets in a store."""
     _refuse_devices(options)
@@ -91,7 +92,7 @@ def start(
         join_timeout=options.rpc_timeout if options.rpc_timeout > 0 else 1800.0,
     )
     node = current_node()
-    agent = node.services[_SERVICE] = TensorPipeAgent(node, options)
+    agent = node.services[_SERVICE] = agent_class(node, options)
     return agent
 
 
@@ -105,7 +106,7 @@ def current_agent() -> TensorPipeAgent:
     return agent
 
 
-def _refuse_devices(options: TensorPipeRpcBackendOptions) -> None:
+def _refuse_devices(options: _TensorPipeRpcBackendOptionsBase) -> None:
     if options.devices or not is_cpu_only(options.device_maps):
         raise RuntimeError(
             "telegrad does not move tensors between devices on the way: leave `device_maps` and "

@@ -114,6 +114,7 @@ class RRef(NativeRRef[T]):
     def _check_can_fork(self) -> None:
         if self._node.closed:
             raise RuntimeError(f"{self!r} is deleted. Cannot call fork an UserRRef after deletion.")
+        super()._check_usable("it could be sent")
 
     def _check_usable(self, what: str) -> None:
         if self._node.closed:

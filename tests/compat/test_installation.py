@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -100,3 +101,15 @@ def test_autograd_nodes_bear_the_names_of_torch_only_while_installed() -> None:
     assert RecvNode.__name__ == "torch::distributed::autograd::RecvRpcBackward"
     compat.uninstall()
     assert RecvNode.__name__ == own
+
+
+def test_submodules_that_were_imported_meanwhile_are_stock_again() -> None:
+    compat.install()
+    try:
+        ours = importlib.import_module("torch.distributed.rpc._testing")
+        assert ours.__spec__ is not None
+        assert "telegrad" in str(ours.__spec__.origin)
+        assert "FAULTY_TENSORPIPE" in torch.distributed.rpc.backend_registry.BackendType.__members__
+    finally:
+        compat.uninstall()
+    assert "torch.distributed.rpc._testing" not in sys.modules

@@ -223,14 +223,9 @@ class _LateAgent(Agent):
         if not _leaving.delay:
             super().call(pending, packed, note)
             return
-        self._later(partial(self._call_late, pending, _copied(packed), note))
+        self._later(partial(_call_late, self, pending, _copied(packed), note))
         self.node.calls.look_by(pending.deadline)
         self.watch.poke()
-
-    def _call_late(self, pending: Pending, packed: Packed, note: bytes) -> None:
-        super().call(pending, packed, note)
-        # Who waits for it may have begun before there was a link to read.
-        self.attend(pending)
 
     def post(self, to: int, packed: Packed, note: bytes) -> None:
         if not _leaving.delay:
@@ -240,6 +235,12 @@ class _LateAgent(Agent):
 
     def _later(self, send: Callable[[], object]) -> None:
         self.node.runtime.call_later(_leaving.delay, send)
+
+
+def _call_late(agent: Agent, pending: Pending, packed: Packed, note: bytes) -> None:
+    Agent.call(agent, pending, packed, note)
+    # Who waits for it may have begun before there was a link to read.
+    agent.attend(pending)
 
 
 def _describe(

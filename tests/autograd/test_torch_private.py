@@ -150,3 +150,32 @@ def test_dropping_queued_tasks_frees_the_graph_of_a_failed_call() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_compiled_autograd_comes_back_when_the_last_engine_is_left() -> None:
+    """It is one switch for all threads: the first to leave must not turn it on for the others."""
+
+    def is_on() -> bool:
+        switch = torch._C._dynamo.compiled_autograd.set_autograd_compiler
+        found = switch(None, False)
+        if found[0] is not None:
+            switch(*found)
+        return found[0] is not None
+
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        first, second = torch_private.eager_engine(), torch_private.eager_engine()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__()
+        assert not is_on()
+        second.__exit__()
+        assert is_on()
+    assert not is_on()
+
+
+def test_compiled_autograd_stays_off_when_it_was_switched_off_meanwhile() -> None:
+    engine = torch_private.eager_engine()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        engine.__enter__()
+    engine.__exit__()
+    assert torch._C._dynamo.compiled_autograd.set_autograd_compiler(None, False)[0] is None

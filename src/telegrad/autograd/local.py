@@ -122,6 +122,8 @@ class Run:
         self._groups, self._nodes = form_groups(sources, self._enclosing)
         if self._retain:
             torch_private.keep_compiled_nodes_usable(self._nodes)
+        if torch_private.hooks_of_compiled_modules.ever:
+            torch_private.hooks_of_compiled_modules.prepare(self._nodes)
         self._open = len(self._groups)
         self._stirred: dict[Group, None] = {}
         for source in sources:

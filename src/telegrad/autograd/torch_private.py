@@ -11,7 +11,8 @@ Each private call sits behind one small function here, and nowhere else. What is
 * A hook dictionary of an accumulator can be seen through the handle of a hook added to it.
 * Compiled autograd is switched for the whole process.
 * The node of a compiled function leads to the class that made it, which knows whether it was
-  compiled with donated buffers.
+  compiled with donated buffers, has the graph of its backward as it was traced, and runs it by a
+  static method. The state of module hooks is an attribute of the node.
 * `Function.apply` is a Python function around one in C that does the work. What the outer one
   adds, functorch, is of use to functions that know how to deal with it; ours do not.
 
@@ -21,11 +22,15 @@ that says what changed, instead of giving wrong gradients.
 
 from __future__ import annotations
 
+import copy
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
+from torch.fx.experimental._backward_state import BackwardState
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _compiled_autograd = torch._C._dynamo.compiled_autograd
@@ -138,25 +143,124 @@ def hooked_accumulators(accumulators: Iterable[Any]) -> list[Any]:
     ]
 
 
+class _CompiledAutograd:
+    """Compiled autograd, kept off while any thread of ours runs the engine.
+
+    It is one switch for the whole process, so the first of our threads that finds it on puts it
+    away, and the last brings it back, unless the user has switched it off meanwhile. Each for
+    itself, one would bring it back while the engine of another runs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._away: Any = None
+
+    def put_away(self) -> bool:
+        """Switch it off; tells whether it must be brought back."""
+        found = _compiled_autograd.set_autograd_compiler(None, False)
+        if found[0] is None and self._away is None:
+            return False
+        with self._lock:
+            self._users += 1
+            if found[0] is not None:
+                self._away = found
+        return True
+
+    def bring_back(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            found, self._away = self._away, None
+            if found is not None and torch._dynamo.compiled_autograd.compiled_autograd_enabled:
+                _compiled_autograd.set_autograd_compiler(*found)
+
+
+_compiled_autograd_switch = _CompiledAutograd()
+
+
 class eager_engine:
     """Run the engine itself, on this thread, for all devices.
 
-    Compiled autograd traces a graph before it runs any of it; nodes that talk to other workers
-    cannot be traced, so it is off in here. One thread means one queue: the order by sequence
-    number then holds over all devices, and hooks run where the context is current.
+    Compiled autograd walks the whole graph before it runs any of it, and compiles what it saw. Our
+    nodes are not known before they run: a send gives what arrives, a call may be suspended and go
+    on from other roots. So it is off in here; what depends on it, the hooks of modules that were
+    compiled, is done by `hooks_of_compiled_modules`. One thread means one queue: the order by
+    sequence number then holds over all devices, and hooks run where the context is current.
     """
 
-    __slots__ = ("_compiler", "_threads")
+    __slots__ = ("_is_away", "_threads")
 
     def __enter__(self) -> None:
         self._threads = torch._C._is_multithreading_enabled()
         torch._C._set_multithreading_enabled(False)
-        self._compiler = _compiled_autograd.set_autograd_compiler(None, False)
+        self._is_away = _compiled_autograd_switch.put_away()
 
     def __exit__(self, *_: object) -> None:
-        if self._compiler[0] is not None:
-            _compiled_autograd.set_autograd_compiler(*self._compiler)
+        if self._is_away:
+            _compiled_autograd_switch.bring_back()
         torch._C._set_multithreading_enabled(self._threads)
+
+
+class _HooksOfCompiledModules:
+    """Runs the backward hooks of modules inside of compiled functions.
+
+    Dynamo accepts a module with such hooks only while compiled autograd is on, because the compiled
+    backward has a gap where each hook is called, and torch leaves it to compiled autograd to fill
+    them in; without it, torch refuses to run that backward at all. Its graph can be run as it was
+    traced, though, operation by operation, and then a gap simply calls its hook. So that is done.
+
+    A compiled function with hooks gets a new `BackwardState` in every run. We count them, so that
+    programs without such functions (nearly all) never pay for a look at their nodes.
+    """
+
+    def __init__(self) -> None:
+        self.ever = False
+        self._prepared: weakref.WeakSet[type] = weakref.WeakSet()
+
+    def watch(self) -> None:
+        def note(_: BackwardState) -> None:
+            self.ever = True
+
+        BackwardState.__init__ = note  # type: ignore[method-assign, assignment]
+
+    def prepare(self, nodes: Iterable[Any]) -> None:
+        """Have those of the nodes that are compiled functions with hooks run operation by
+        operation."""
+        for node in nodes:
+            if getattr(node, "_compiled_autograd_backward_state", None) is not None:
+                function = node._forward_cls
+                if function not in self._prepared:
+                    function._backward_impl = staticmethod(_by_operation(function))
+                    self._prepared.add(function)
+
+
+def _by_operation(function: Any) -> Callable[[Any, Sequence[Any]], Any]:
+    graph = _backward_graph(function)
+
+    def backward(ctx: Any, arguments: Sequence[Any]) -> Any:
+        ctx.maybe_clear_saved_tensors()
+        # The casts of autocast are in the graph.
+        with torch._C._DisableAutocast():
+            return graph(*arguments, ctx._compiled_autograd_backward_state)
+
+    return backward
+
+
+def _backward_graph(function: Any) -> torch.fx.GraphModule:
+    """A copy of the traced backward that takes tensors with any strides: compiled code may have
+    chosen others than those that were traced."""
+    traced = torch._dynamo.compiled_autograd.extract_bw_module(function)
+    graph: torch.fx.GraphModule = copy.deepcopy(traced)  # type: ignore[assignment]
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+    return graph
+
+
+hooks_of_compiled_modules = _HooksOfCompiledModules()
 
 
 def run_engine(
@@ -272,3 +376,4 @@ def _test_hooks_see_fitted_gradients() -> None:
 
 self_test()
 node_hooks.watch()
+hooks_of_compiled_modules.watch()

@@ -1,0 +1,101 @@
+"""Backward hooks of modules in compiled functions, around remote calls and on remote modules.
+
+Dynamo takes such modules while compiled autograd is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telegrad import autograd
+from telegrad.nn import RemoteModule
+from tests.compile.checks import compiled
+
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+pytestmark = pytest.mark.usefixtures("job")
+
+
+class Hooks:
+    """Change the gradients and note the order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def put_on(self, module: nn.Module, name: str, factor: float) -> None:
+        def hook(_: nn.Module, inputs: Any, outputs: Any) -> Any:
+            self.calls.append(f"{name} after")
+            return tuple(None if g is None else g * factor for g in inputs)
+
+        def pre_hook(_: nn.Module, outputs: Any) -> Any:
+            self.calls.append(f"{name} before")
+            return tuple(g * factor for g in outputs)
+
+        module.register_full_backward_hook(hook)
+        module.register_full_backward_pre_hook(pre_hook)
+
+    def take(self) -> list[str]:
+        taken, self.calls = self.calls, []
+        return taken
+
+
+@pytest.mark.parametrize("around_backward", [False, True], ids=["forward only", "backward too"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_module_hooks_run_once_in_order_and_change_gradients(
+    backend: str, around_backward: bool
+) -> None:
+    hooks = Hooks()
+    first, last = nn.Linear(3, 3), nn.Linear(3, 3)
+    remote = RemoteModule("worker1", nn.Linear, (3, 3))
+    for factor, (name, module) in enumerate(
+        {"first": first, "remote": remote, "last": last}.items(), start=2
+    ):
+        hooks.put_on(module, name, factor)
+
+    def forward(x: Tensor) -> Tensor:
+        return last(remote(first(x).tanh())).pow(2).sum()
+
+    x = torch.randn(4, 3, requires_grad=True)
+    leaves = [x, first.weight, last.weight]
+
+    def differentiated(function: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[str]]:
+        with autograd.context() as context_id:
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+                loss = function(x)
+                if around_backward:
+                    autograd.backward(context_id, [loss], timeout=20)
+            if not around_backward:
+                autograd.backward(context_id, [loss], timeout=20)
+            found = autograd.get_gradients(context_id)
+        return [found[leaf] for leaf in leaves], hooks.take()
+
+    expected, calls = differentiated(forward)
+    assert calls == [f"{n} {w}" for n in ("last", "remote", "first") for w in ("before", "after")]
+    fast, counter = compiled(forward, backend)
+    for _ in range(2):
+        got, calls_of_compiled = differentiated(fast)
+        assert calls_of_compiled == calls
+        torch.testing.assert_close(got, expected)
+    assert counter.frame_count == 1
+
+
+def test_torch_says_where_backward_goes_when_hooks_are_compiled() -> None:
+    def step(x: Tensor) -> Tensor:
+        with autograd.context() as context_id:
+            loss = remote(x).sum()
+            autograd.backward(context_id, [loss])
+        return loss.detach()
+
+    remote = RemoteModule("worker1", nn.Linear, (3, 3))
+    Hooks().put_on(remote, "remote", 2)
+    run, _ = compiled(step, "aot_eager")
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")),
+        pytest.raises(Exception, match=r"outside the torch\.compile region"),
+    ):
+        run(torch.ones(4, 3))

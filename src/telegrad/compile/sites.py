@@ -9,8 +9,8 @@ does not know that the shapes of a node's outputs depend on that code.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import threading
 from collections.abc import Callable
 from contextvars import Context as Variables
 from dataclasses import dataclass
@@ -79,21 +79,25 @@ def ask(node: Node, worker: WorkerInfo, function: Callable[..., T], *args: Any) 
     On a thread of its own: this one runs under fake tensors, and may not unpack what comes for
     others. And outside of any autograd context.
     """
-    answer: list[T] = []
+    answered = node.runtime.condition()
+    answers: list[T] = []
     errors: list[BaseException] = []
 
     def call() -> None:
         try:
-            answer.append(node.wait(node.call(worker, function, args, None)))
+            answers.append(node.wait(node.call(worker, function, args, None)))
         except BaseException as error:
             errors.append(error)
+        with answered:
+            answered.notify_all()
 
-    thread = threading.Thread(target=Variables().run, args=(call,), name="telegrad tracing")
-    thread.start()
-    thread.join()
+    node.runtime.spawn(functools.partial(Variables().run, call))
+    with answered:
+        while not (answers or errors):
+            answered.wait()
     for error in errors:
         raise error
-    return answer[0]
+    return answers[0]
 
 
 def fingerprint(function: Callable[..., Any]) -> str:

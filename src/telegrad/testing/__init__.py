@@ -4,6 +4,7 @@
 """
 
 from telegrad.testing.conveniences import now, seeds, sleep, worker_globals
+from telegrad.testing.fake_job import FakeJob, fake_job
 from telegrad.testing.faults import Faults
 from telegrad.testing.interference import Delay, Lose, Message, MessageLost, interfere
 from telegrad.testing.simulation import Result, SimulationFailed, WorkerKilled, simulate
@@ -12,6 +13,7 @@ from telegrad.testing.trace import Event
 __all__ = [
     "Delay",
     "Event",
+    "FakeJob",
     "Faults",
     "Lose",
     "Message",
@@ -19,6 +21,7 @@ __all__ = [
     "Result",
     "SimulationFailed",
     "WorkerKilled",
+    "fake_job",
     "interfere",
     "now",
     "seeds",

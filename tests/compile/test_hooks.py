@@ -68,9 +68,9 @@ def test_module_hooks_run_once_in_order_and_change_gradients(
             with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
                 loss = function(x)
                 if around_backward:
-                    autograd.backward(context_id, [loss], timeout=20)
+                    autograd.backward(context_id, [loss], timeout=60)
             if not around_backward:
-                autograd.backward(context_id, [loss], timeout=20)
+                autograd.backward(context_id, [loss], timeout=60)
             found = autograd.get_gradients(context_id)
         return [found[leaf] for leaf in leaves], hooks.take()
 

@@ -1,4 +1,4 @@
-"""Process groups and our own handles in compiled functions: folded, and guarded."""
+"""Process groups and meshes in compiled functions: folded, and guarded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from telegrad import rpc
-from telegrad.compile import guard_process_groups, torch_private
-from telegrad.rpc import WorkerInfo
+from telegrad.compile import guard_process_groups, objects
 from tests.compile.checks import compiled
 
 FOLDED: dict[str, Callable[[Tensor, Any], Tensor]] = {
@@ -28,7 +26,7 @@ FOLDED: dict[str, Callable[[Tensor, Any], Tensor]] = {
 @pytest.fixture
 def groups() -> Iterator[list[dist.ProcessGroup]]:
     torch._dynamo.reset()
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=4)
     try:
         world = dist.group.WORLD
         assert world is not None
@@ -48,43 +46,38 @@ def is_stale(function: Callable[[Tensor, Any], Tensor], groups: list[Any]) -> bo
 def test_a_process_group_as_argument_is_guarded_by_all_that_is_folded(
     what: str, groups: list[Any]
 ) -> None:
-    torch_private.guard_opaque_type(dist.ProcessGroup, None)
+    objects.process_groups.guard_as_torch_does()
     assert is_stale(FOLDED[what], groups), "torch has mended this: the guard can go"
     torch._dynamo.reset()
     guard_process_groups()
     assert not is_stale(FOLDED[what], groups)
 
 
-@pytest.mark.usefixtures("job")
+def mesh_as(rank: int) -> DeviceMesh:
+    dist.init_process_group("fake", rank=rank, world_size=4)
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+
+
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x, w: x + (1 if w == rpc.get_worker_info("worker1") else 2),
-        lambda x, w: x + w.id,
-        lambda x, w: x + len(w.name),
-        lambda x, w: x + {WorkerInfo("worker1", 1): 5, WorkerInfo("worker2", 2): 6}[w],
+        lambda x, m: x + 10 * m.get_coordinate()[0] + m.get_coordinate()[1],
+        lambda x, m: x + m.get_local_rank("model"),
+        lambda x, m: x + m.get_rank(),
     ],
-    ids=["equality", "id", "name", "as key"],
+    ids=["coordinate", "local rank", "rank"],
 )
-def test_a_worker_info_folds_and_is_guarded(use: Callable[[Tensor, Any], Tensor]) -> None:
-    first, second = WorkerInfo("worker1", 1), WorkerInfo("worker2", 2)
-    fast, _ = compiled(use, "aot_eager")
+def test_a_mesh_that_is_formed_anew_is_guarded_by_the_place_in_it(
+    use: Callable[[Tensor, Any], Tensor],
+) -> None:
+    torch._dynamo.reset()
+    guard_process_groups()
+    fast, counter = compiled(use, "aot_eager")
     x = torch.zeros(2)
-    for worker in (first, second, WorkerInfo("worker1", 1)):
-        torch.testing.assert_close(fast(x, worker), use(x, worker))
-
-
-def _three() -> rpc.RRef[int]:
-    return rpc.RRef(3)
-
-
-@pytest.mark.usefixtures("job")
-def test_the_owner_of_a_reference_folds_and_is_guarded() -> None:
-    references = [rpc.rpc_sync(worker, _three) for worker in ("worker1", "worker2")]
-
-    def use(x: Tensor, r: rpc.RRef[int]) -> Tensor:
-        return x + r.owner().id + (10 if r.is_owner() else 0)
-
-    fast, _ = compiled(use, "aot_eager")
-    for reference in (*references, references[0]):
-        torch.testing.assert_close(fast(torch.zeros(1), reference), use(torch.zeros(1), reference))
+    for rank in (0, 3, 0):
+        try:
+            mesh = mesh_as(rank)
+            torch.testing.assert_close(fast(x, mesh), use(x, mesh))
+        finally:
+            dist.destroy_process_group()
+    assert counter.frame_count == 2

@@ -56,6 +56,13 @@ def test_a_step_for_512_workers_compiles_as_one_graph_and_gives_what_eager_mode_
     torch.testing.assert_close(losses[:2], losses[2:])
 
 
+def test_what_was_compiled_for_one_world_is_not_used_in_another() -> None:
+    fast = torch.compile(lambda x: x + dist.get_rank() * dist.get_world_size(), backend="eager")
+    for size, rank in ((4, 1), (8, 5)):
+        with fake_job(size, rank=rank):
+            assert fast(torch.zeros(())) == size * rank
+
+
 def test_the_job_is_seen_as_by_the_worker_of_that_rank() -> None:
     with fake_job(8, rank=5) as job:
         assert dist.get_rank() == 5

@@ -91,6 +91,7 @@ def backward(
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The gradients that the passes of a context found for the leaves on this worker."""
+    _refuse_in_graph("get_gradients")
     return autograd_of().container.get(context_id).gradients()
 
 
@@ -100,6 +101,7 @@ def describe(context_id: int, roots: Sequence[Tensor] = ()) -> str:
     All workers that hold the context are asked for their part. With `roots` it also shows how
     these tensors of the calling worker were computed from what arrived.
     """
+    _refuse_in_graph("describe")
     service = autograd_of()
     found = service.container.get(context_id)
     name = service.node.members.name
@@ -121,6 +123,14 @@ def require_context() -> Context:
             "`with telegrad.autograd.context() as context_id:`."
         )
     return found
+
+
+def _refuse_in_graph(what: str) -> None:
+    if is_dynamo_compiling():
+        raise AutogradError(
+            f"{what} cannot be a part of a graph: enter the context outside of the compiled "
+            f"function, and call {what} there after it."
+        )
 
 
 def _traced() -> Any:

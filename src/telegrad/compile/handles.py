@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.node import current_node
 from telegrad.rpc.worker import WorkerInfo
 
 
@@ -36,6 +37,9 @@ class MadeRRef:
 
     def owner_name(self) -> str:
         return self.worker
+
+    def is_owner(self) -> bool:
+        return self.worker == current_node().info.name
 
     def shape_of_value(self) -> Tensor:
         if len(self.value) != 1:

@@ -1,29 +1,76 @@
-"""Process groups inside of compiled functions.
+"""Process groups and device meshes inside of compiled functions, and our own objects.
 
 Torch folds `group.size()`, `group.rank()` and the like into constants, but guards a group that is
 passed as an argument by its type alone: with another group, the constants of the first one are used
-in silence. The record that torch keeps of the type has a place for a guard, which is empty; here it
-is filled with all that is folded. Groups with equal name, size, rank and members share their graph.
+in silence. It guards a mesh by its layout, but folds the place of this process in it, too, which is
+another one when the same workers form their mesh anew in another order. The records that torch
+keeps of these types have a place for a guard; here it is filled with all that is folded. Objects of
+which all of it is equal share their graph.
+
+Two methods make torch fail although nothing stands against them: `group.name()` is folded here, and
+`mesh.get_all_groups()` is traced.
+
+Our own handles are compared by `==` over numbers that Dynamo guards by itself. Where a program asks
+by `is`, uses one as a key, or has one under two names, Dynamo remembers the outcome and not what it
+was about; so that is guarded here as well.
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from telegrad.compile import torch_private
+from telegrad.nn.remote_module import RemoteModule
+from telegrad.rpc.futures import CallFuture
+from telegrad.rpc.rref import RRef
+from telegrad.rpc.worker import WorkerInfo
+
+process_groups = torch_private.Opaque(dist.ProcessGroup)
+device_meshes = torch_private.Opaque(DeviceMesh)
 
 
 def group_identity(group: dist.ProcessGroup) -> list[object]:
-    """All that torch folds of a process group."""
+    """All that is folded of a process group."""
     return [
         group.group_name,
+        group.name(),
         group.size(),
         group.rank(),
-        tuple(dist.get_process_group_ranks(group)),
         group is dist.group.WORLD,
+        _members(group),
     ]
 
 
+def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        return ()  # A group that was destroyed.
+
+
+def place_in_mesh(mesh: DeviceMesh) -> list[object]:
+    """What is folded of a device mesh besides its layout."""
+    if not dist.is_initialized():
+        return []
+    return [dist.get_rank(), dist.get_world_size(), mesh.get_coordinate()]
+
+
 def guard_process_groups() -> None:
-    """Have compiled functions notice when they are given another process group."""
-    torch_private.guard_opaque_type(dist.ProcessGroup, group_identity)
+    """Have compiled functions notice when they are given another process group or mesh."""
+    process_groups.guard(group_identity)
+    device_meshes.guard(place_in_mesh)
+
+
+process_groups.fold("name")
+device_meshes.trace("get_all_groups")
+_HANDLES = (RRef, WorkerInfo, CallFuture, RemoteModule)
+torch_private.guard_identity(_HANDLES)
+torch_private.guard_aliases(_HANDLES)
+torch_private.guard_keys(
+    {
+        WorkerInfo: ("name", "id"),
+        RRef: ("_reference.owner", "_reference.created_on", "_reference.number"),
+        RemoteModule: ("_number",),
+    }
+)

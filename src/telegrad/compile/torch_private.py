@@ -7,12 +7,17 @@ Each private call sits behind one small function here, and nowhere else. What is
 * Dynamo inlines a Python function, `polyfills.accumulate_grad`, for each leaf of a `backward` that
   it traces; so a function of ours in its place sees all leaves with their gradients.
 * Dynamo's settings can be changed by a block in the code that it traces.
-* The record that torch keeps of the type `ProcessGroup` has a place for a guard function.
+* Dynamo makes variables of objects by one method, and knows by then which it has seen.
+* Dynamo looks up how to trace `is` and `is not` in a table, and asks one method of each kind of
+  object for its hash when the object is used as a key.
+* The record that torch keeps of the types `ProcessGroup` and `DeviceMesh` has a place for a guard
+  function, and says which of their methods are folded or traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +25,14 @@ import torch
 from torch import Tensor
 from torch._dynamo import polyfills
 from torch._dynamo.decorators import DynamoConfigPatchProxy
-from torch._dynamo.source import ConstantSource
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, ConstantSource
+from torch._dynamo.symbolic_convert import compare_op_handlers
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.user_defined import (
+    FrozenDataClassVariable,
+    UserDefinedObjectVariable,
+)
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
@@ -184,12 +196,93 @@ TRACING_BACKWARD = DynamoConfigPatchProxy(torch._dynamo.config.patch(trace_autog
 the block while it traces, and leaves it also if it gives up."""
 
 
-def guard_opaque_type(cls: type, identity: Callable[[Any], list[Any]] | None) -> None:
-    """Have values of an opaque type guarded by what `identity` says of them."""
-    record: Any = opaque_object._resolve_opaque_type_info(cls)
-    if record is None:
-        raise ImportError(
-            f"torch {torch.__version__} does not know {cls.__name__} as an opaque type: telegrad "
-            "cannot guard it. Use a torch version that telegrad supports (2.13)."
-        )
-    record.guard_fn = identity
+class Opaque:
+    """The record that torch keeps of a type whose objects are constants of a graph."""
+
+    def __init__(self, cls: type) -> None:
+        found: Any = opaque_object._resolve_opaque_type_info(cls)
+        if found is None:
+            raise ImportError(
+                f"torch {torch.__version__} does not know {cls.__name__} as an opaque type: "
+                "telegrad cannot guard it. Use a torch version that telegrad supports (2.13)."
+            )
+        self._record = found
+        self._guard = found.guard_fn
+
+    def guard(self, identity: Callable[[Any], list[Any]]) -> None:
+        """Have objects guarded by what `identity` says of them, besides torch's own guard."""
+        own = self._guard
+
+        def everything(value: Any) -> list[Any]:
+            return [*(own(value) if own is not None else ()), *identity(value)]
+
+        self._record.guard_fn = everything
+
+    def guard_as_torch_does(self) -> None:
+        self._record.guard_fn = self._guard
+
+    def fold(self, method: str) -> None:
+        """Have the result of a method be a constant; the guard must see to it that it is."""
+        self._record.members.setdefault(method, opaque_object.MemberType.USE_REAL)
+
+    def trace(self, method: str) -> None:
+        """Have a method traced."""
+        self._record.members.setdefault(method, opaque_object.MemberType.INLINED)
+
+
+def guard_identity(classes: tuple[type, ...]) -> None:
+    """Have compiled functions notice when `is` and `is not` have another object to compare."""
+
+    def guarded(compare: Callable[..., Any]) -> Callable[..., Any]:
+        def handler(tx: Any, args: Any, kwargs: Any) -> Any:
+            values = [variable.get_real_python_backed_value() for variable in args]
+            if any(isinstance(value, classes) for value in values):
+                for variable in args:
+                    if variable.source is not None:
+                        guard = variable.source.make_guard(GuardBuilder.ID_MATCH)
+                        install_guard(guard)
+            return compare(tx, args, kwargs)
+
+        return handler
+
+    for name in ("is", "is not"):
+        compare_op_handlers[name] = guarded(compare_op_handlers[name])
+
+
+def guard_aliases(classes: tuple[type, ...]) -> None:
+    """Have compiled functions notice when what was one object under two names is two.
+
+    Dynamo makes one variable of them, and guards only one name if the other has another scope, as
+    an argument and a global have.
+    """
+    build = VariableBuilder.__call__
+
+    def guarded(builder: Any, value: Any) -> Any:
+        if isinstance(value, classes) and value in builder.tx.output.side_effects:
+            install_guard(builder.source.make_guard(GuardBuilder.ID_MATCH))
+        return build(builder, value)
+
+    VariableBuilder.__call__ = guarded  # type: ignore[method-assign, assignment]
+
+
+def guard_keys(attributes: Mapping[type, Sequence[str]]) -> None:
+    """Have compiled functions notice when another object of these classes is used as a key: one of
+    which any of the attributes differs."""
+
+    def guard(variable: Any) -> None:
+        if variable.source is None:
+            return
+        for path in attributes.get(type(variable.value), ()):
+            source = functools.reduce(AttrSource, path.split("."), variable.source)
+            install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+
+    def guarded(hash_of: Callable[..., Any]) -> Callable[..., Any]:
+        def hash_impl(variable: Any, tx: Any) -> Any:
+            guard(variable)
+            return hash_of(variable, tx)
+
+        return hash_impl
+
+    kinds: tuple[Any, ...] = (UserDefinedObjectVariable, FrozenDataClassVariable)
+    for kind in kinds:
+        kind.hash_impl = guarded(kind.hash_impl)

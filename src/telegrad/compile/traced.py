@@ -14,9 +14,9 @@ from torch import Tensor
 
 from telegrad.autograd.errors import AutogradError
 from telegrad.compile import torch_private
-from telegrad.compile.arguments import Split, Template, split
+from telegrad.compile.arguments import Split, Template, same_reference, split
 from telegrad.compile.calls import anchors
-from telegrad.compile.handles import MadeRRef, MethodsOf, to_here
+from telegrad.compile.handles import MadeRRef, MethodsOf, constant, to_here
 from telegrad.compile.ops import NO_CONTEXT, ops
 from telegrad.compile.passes import effect
 from telegrad.compile.shapes import outputs_of, result_template
@@ -53,16 +53,35 @@ class TracedFuture:
         self.shapes = shapes
         self.ints = ints
         self.needs = needs
+        self.results: list[Any] = []
+        """What came, once it was waited for."""
 
     def wait(self) -> Any:
-        outputs, order = ops.wait(
-            self.key, self.token, self.shapes, self.ints, self.needs, _state.order
-        )
-        _state.order = order
-        return _result(result_template(self.key), outputs)
+        if not self.results:
+            outputs, order = ops.wait(
+                self.key, self.token, self.shapes, self.ints, self.needs, _state.order
+            )
+            _state.order = order
+            self.results.append(_result(result_template(self.key), outputs))
+        return self.results[0]
 
     def value(self) -> Any:
         return self.wait()
+
+    def done(self) -> bool:
+        raise TelegradError(
+            "Whether a call is done cannot be a part of a graph: wait for the future, or make the "
+            "call outside of the compiled function."
+        )
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        raise TelegradError(
+            "A future that a compiled function made takes no callbacks: wait for it and go on with "
+            "the result, or make the call outside of the compiled function."
+        )
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        self.then(callback)
 
 
 def _result(template: Template, outputs: list[Tensor]) -> Any:
@@ -79,9 +98,10 @@ def _result(template: Template, outputs: list[Tensor]) -> Any:
     return {key: _result(item, outputs) for key, item in template[1:]}
 
 
-def _plain(to: Any) -> str | int:
-    worker: str | int = to.name if isinstance(to, WorkerInfo) else to
-    return worker
+def _plain(to: str | int | WorkerInfo) -> str | int:
+    if isinstance(to, WorkerInfo):
+        return to.name
+    return constant(to) if isinstance(to, int) else to
 
 
 def _needs(tensors: list[Tensor]) -> list[bool]:
@@ -251,6 +271,7 @@ __all__ = [
     "result_on_fakes",
     "rpc_async",
     "rpc_sync",
+    "same_reference",
     "to_here",
     "worker_info",
 ]

@@ -198,6 +198,8 @@ def _leave() -> None:
     _mesh = None
     if dist.is_initialized():
         dist.destroy_process_group()
+        # Rank and size of the world are folded into compiled functions without a guard.
+        torch.compiler.reset()
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

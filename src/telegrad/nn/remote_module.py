@@ -16,6 +16,7 @@ arrived. `remote.run(register, ...)` registers hooks where the module lives.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,10 +29,11 @@ from torch.compiler import is_dynamo_compiling
 from telegrad.nn.ambient import ambient
 from telegrad.nn.hosted import HostedModule, host
 from telegrad.nn.lazy import Lazy
-from telegrad.rpc import CallFuture, RRef, WorkerInfo, rpc_sync
+from telegrad.rpc import CallFuture, RRef, TelegradError, WorkerInfo, rpc_sync
 from telegrad.rpc.rref import begin_method, finish_method
 from telegrad.wire.codec import extend
 
+_numbers = itertools.count()
 _left_out: ContextVar[bool] = ContextVar("remote modules are left out", default=False)
 
 
@@ -83,6 +85,7 @@ class RemoteModule(nn.Module):
         self._take(rpc_sync(worker, host, making, timeout=timeout), remote_device, timeout)
 
     def _take(self, rref: RRef[HostedModule], remote_device: str, timeout: float | None) -> None:
+        self._number = next(_numbers)
         self.rref = rref
         self.remote_device = remote_device
         self.timeout = timeout
@@ -112,6 +115,7 @@ class RemoteModule(nn.Module):
 
     def lazy(self, *args: Any, **kwargs: Any) -> Lazy[Any]:
         """As a call, but the result stays on the worker. Hooks of this object do not run."""
+        _refuse_in_graph("Lazy results")
         return Lazy(self.rref.remote(self.timeout).forward(ambient(), args, kwargs))
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,10 +124,11 @@ class RemoteModule(nn.Module):
         For whatever has no method here: hooks that run where the module lives, pruning, a look at
         a buffer.
         """
-        return self._ask.run(function, args, kwargs)
+        return self.rref.rpc_sync(self.timeout).run(function, args, kwargs)
 
     @property
     def _ask(self) -> Any:
+        _refuse_in_graph("State and parameters of a RemoteModule")
         return self.rref.rpc_sync(self.timeout)
 
     # Parameters and state.
@@ -162,6 +167,7 @@ class RemoteModule(nn.Module):
         keep_vars: bool = False,
     ) -> dict[str, Any]:
         """Copies of the module's state, under the names that it would have here."""
+        _refuse_in_graph("State and parameters of a RemoteModule")
         found = {} if destination is None else destination
         if _left_out.get():
             return found
@@ -249,6 +255,22 @@ class RemoteModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"on {self.remote_device}"
+
+    # Equal if it is the same object, as with any module. But a number can be guarded: where Dynamo
+    # compares objects, it remembers the outcome and not what it was about.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteModule) and self._number == other._number
+
+    def __hash__(self) -> int:
+        return hash(self._number)
+
+
+def _refuse_in_graph(what: str) -> None:
+    if is_dynamo_compiling():
+        raise TelegradError(
+            f"{what} cannot be a part of a graph: move this out of the compiled function."
+        )
 
 
 def _leave(module: RemoteModule, _: object) -> tuple[object, ...]:

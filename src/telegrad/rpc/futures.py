@@ -7,8 +7,10 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from telegrad.rpc.calls import Pending
+from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import Node
 from telegrad.rpc.torch_private import fail_future
 from telegrad.rpc.worker import WorkerInfo
@@ -26,6 +28,11 @@ class CallFuture(torch.futures.Future[Any]):
     _node: Node
 
     def wait(self) -> Any:
+        if is_dynamo_compiling():
+            raise TelegradError(
+                "A future that was made outside of a compiled function cannot be waited for in "
+                "it: wait before, and pass the result."
+            )
         pending = self._pending
         if not self.done():
             self._node.transport.wait(pending)

@@ -43,6 +43,11 @@ class RRef(Generic[T]):
     __slots__ = ("__weakref__", "_creation", "_handle", "_node", "_reference")
 
     def __init__(self, value: T) -> None:
+        if is_dynamo_compiling():
+            raise TelegradError(
+                "A reference to a value of this worker cannot be made in a compiled function: make "
+                "it outside, or use rpc.remote."
+            )
         node = current_node()
         self._take(node, reference := node.values.keep(value), reference)
 
@@ -80,6 +85,11 @@ class RRef(Generic[T]):
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner knows of this reference."""
+        if is_dynamo_compiling():
+            raise TelegradError(
+                "Whether a reference is confirmed changes by itself and cannot be a part of a "
+                "graph: ask outside of the compiled function."
+            )
         return self._node.values.confirmed(self._handle)
 
     # The value.
@@ -167,6 +177,8 @@ class RRef(Generic[T]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RRef):
             return NotImplemented
+        if is_dynamo_compiling():
+            return bool(_traced().same_reference(self, other))
         return self._reference == other._reference
 
     def __hash__(self) -> int:

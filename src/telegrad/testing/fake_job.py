@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from telegrad.rpc.errors import TelegradError
@@ -62,3 +63,5 @@ def fake_job(size: int, *, rank: int = 0) -> Iterator[FakeJob]:
         yield FakeJob(size, rank)
     finally:
         dist.destroy_process_group()
+        # Rank and size of the world are folded into compiled functions without a guard.
+        torch.compiler.reset()

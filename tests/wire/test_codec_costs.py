@@ -172,6 +172,27 @@ def test_scales_that_do_not_match_their_channels_are_refused() -> None:
         refused(meta, Trust.DATA, "do not match its channels", packed.buffers)
 
 
+def test_zero_points_outside_of_the_type_are_refused() -> None:
+    packed = pack(torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.quint8))
+    for scale, zero in ((0.5, 256), (0.5, -1), (0.5, 1 << 40), (float("nan"), 1)):
+        meta = packed.meta[:3] + struct.pack("<dq", scale, zero) + packed.meta[19:]
+        refused(meta, Trust.DATA, "no such scale or zero point", packed.buffers)
+
+
+def test_zero_points_of_channels_outside_of_the_type_are_refused() -> None:
+    by_channel = torch.quantize_per_channel(
+        torch.ones(2, 3), torch.ones(2), torch.zeros(2, dtype=torch.int64), 0, torch.qint8
+    )
+    packed = pack(by_channel)
+    scales, _, numbers = packed.buffers
+    refused(
+        packed.meta,
+        Trust.DATA,
+        "no such scale or zero point",
+        [scales, struct.pack("<qq", 0, 1 << 40), numbers],
+    )
+
+
 def test_decoding_takes_little_more_memory_than_the_message() -> None:
     """The worst case is a list of empty sets: two bytes each, 216 in memory, 8 in the list."""
     worst = 0.0

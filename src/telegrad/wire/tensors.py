@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from struct import Struct
 from typing import NamedTuple
 
@@ -388,7 +389,9 @@ def _read_composed(kind: int, reader: Reader, limits: Limits) -> torch.Tensor:
         )
     if kind == _QUANTIZED:
         scale, zero_point = _SCALE.unpack(reader.take(_SCALE.size))
-        return torch_private.quantized(part(), scale, zero_point)
+        numbers = part()
+        _check_scale(numbers.dtype, scale, zero_point, zero_point)
+        return torch_private.quantized(numbers, scale, zero_point)
     if kind == _QUANTIZED_BY_CHANNEL:
         return _by_channel(reader.size(), part(), part(), part())
     raise CodecError(f"a tensor is of the unknown kind {kind}")
@@ -405,4 +408,18 @@ def _by_channel(
         scales.shape == zero_points.shape == numbers.shape[axis : axis + 1]
     ):
         raise CodecError("the scales of a quantized tensor do not match its channels")
+    if not scales.is_floating_point() or zero_points.dtype is not torch.int64:
+        raise CodecError("the scales of a quantized tensor are of a wrong type")
+    if scales.numel():
+        least, most = zero_points.aminmax()
+        _check_scale(numbers.dtype, float(scales.sum()), int(least), int(most))
     return torch_private.quantized_by_channel(numbers, scales, zero_points, axis)
+
+
+def _check_scale(dtype: torch.dtype, scale: float, least: int, most: int) -> None:
+    """Torch looks at these numbers when the tensor is used, and not always."""
+    if dtype not in (torch.uint8, torch.int8, torch.int32):
+        raise CodecError(f"the numbers of a quantized tensor are of {dtype}")
+    bounds = torch.iinfo(dtype)
+    if not isfinite(scale) or least < bounds.min or most > bounds.max:
+        raise CodecError(f"a quantized tensor of {dtype} has no such scale or zero point")

@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 JOBS   ?= 2
 
 .PHONY: help test unit demo lint format types bench-rpc bench-autograd bench-train bench-compile \
-        compile-report programs slow clean
+        compile-report programs fuzz slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -46,6 +46,10 @@ bench-compile: $(READY)  ## a compiled step beside the eager one
 
 compile-report: $(READY)  ## what compiles as one graph, by backend
 	$(BIN)/python benchmarks/compile_report.py
+
+fuzz: $(READY)  ## coverage-guided fuzzing of all that reads what others send; FUZZ_SECONDS=300
+	test -e $(VENV)/.fuzz || { $(BIN)/pip install --quiet -r requirements-fuzz.txt && touch $(VENV)/.fuzz; }
+	$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ_SECONDS),300) $(ARGS)
 
 programs: $(READY)  ## random programs against one process: simulated, with faults, over processes
 	$(BIN)/python -m tests.autograd.programs --simulated --count 11000

@@ -5,7 +5,7 @@
     python -m tests.fuzz --run crash-1234 codec_data give it one input again
 
 Each target runs in a process of its own, under libFuzzer (atheris): an error that production would
-not catch, an input that takes longer than ten seconds, or memory beyond two gigabytes ends it, and
+not catch, an input that takes longer than half a minute, or memory beyond two gigabytes ends it, and
 the input is left in the directory of `--found`. What the fuzzer learns is kept there too; what is
 worth keeping is committed to tests/fuzz/corpus by hand.
 """
@@ -24,7 +24,7 @@ TARGETS = (
     ["frames", "codec_data", "codec_code", "handshake", "session", "references", "calls", "worker"]
 )  # fmt: skip
 CORPUS = Path(__file__).parent / "corpus"
-SLOWEST = 10
+SLOWEST = 30
 MEMORY = 2048
 
 

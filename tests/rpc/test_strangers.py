@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.rpc import meeting
+from telegrad.rpc import meeting, reception
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.node import current_node
 from telegrad.wire.address import TcpAddress, UnixAddress, parse_address
@@ -100,11 +101,12 @@ def test_many_silent_strangers_hold_up_no_call(make_job: MakeJob, options: dict[
             stranger.close()
 
 
-def test_more_strangers_than_are_let_in_do_not_make_a_worker_unreachable(
+def test_more_strangers_than_there_is_room_for_do_not_make_a_worker_unreachable(
     make_job: MakeJob,
 ) -> None:
-    job = make_job("a", "b", host="127.0.0.1", transports=("tcp",), liveness=15.0)
-    job["b"].do(lose_patience_after, 2.0)
+    """Who has stood at the door for longest has to go, long before his time is up."""
+    job = make_job("a", "b", host="127.0.0.1", transports=("tcp",))
+    job["b"].do(lose_patience_after, 1000.0)
     [address] = job["b"].do(addresses)
     strangers = [visit(address) for _ in range(400)]
     try:
@@ -137,6 +139,76 @@ def test_a_stranger_that_drips_is_dropped(make_job: MakeJob) -> None:
                 break
         assert time.monotonic() - started < 6
     assert job["a"].do(call, "b", functions.who_am_i) == "b"
+
+
+def exhaust_descriptors() -> None:
+    """Leave this process no descriptor for another connection."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, most))
+
+
+def allow_descriptors() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def processor_time_of(seconds: float) -> float:
+    """How much the process works while it has nothing to do."""
+    before = time.process_time()
+    time.sleep(seconds)
+    return time.process_time() - before
+
+
+def test_without_a_descriptor_left_a_worker_neither_spins_nor_dies(make_job: MakeJob) -> None:
+    job = make_job("a", "b", "c", **TCP)
+    [address] = job["b"].do(addresses)
+    assert job["a"].do(call, "b", functions.who_am_i) == "b"
+    job["b"].do(exhaust_descriptors)
+    strangers = [visit(address) for _ in range(30)]
+    try:
+        assert job["b"].do(processor_time_of, 1.0) < 0.5
+        assert job["a"].do(call, "b", functions.who_am_i) == "b"
+        late = job["c"].begin(call, "b", functions.who_am_i)
+        job["b"].do(allow_descriptors)
+        assert late.result(30) == "b"
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    assert "Traceback" not in job["b"].errors
+
+
+def test_a_flood_of_visitors_is_let_in_at_a_bounded_rate(make_job: MakeJob) -> None:
+    job = make_job("a", "b", **TCP)
+    [address] = job["b"].do(addresses)
+    assert job["a"].do(call, "b", functions.who_am_i) == "b"
+    job["b"].do(count_greetings)
+    for _ in range(1500):
+        visit(address).close()
+    let_in, seconds = job["b"].do(greetings_counted)
+    assert let_in <= reception.PER_SECOND * (1 + seconds) + 1
+    assert job["a"].do(call, "b", functions.who_am_i) == "b"
+
+
+greeted: list[float] = []
+
+
+def count_greetings() -> None:
+    agent = current_node().transport
+    assert isinstance(agent, Agent)
+    greet = agent._reception._greet
+
+    def counted(connection: socket.socket, listener: socket.socket) -> None:
+        greeted.append(time.monotonic())
+        greet(connection, listener)
+
+    agent._reception._greet = counted
+    greeted.append(time.monotonic())
+
+
+def greetings_counted() -> tuple[int, float]:
+    return len(greeted) - 1, time.monotonic() - greeted[0]
 
 
 def test_the_socket_of_a_worker_is_in_a_directory_that_only_its_owner_can_enter(

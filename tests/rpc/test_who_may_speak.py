@@ -306,8 +306,7 @@ class Relay:
 def go_through(port: int) -> None:
     """Take another way to worker 1."""
     members = current_node().members
-    way = (f"tcp://127.0.0.1:{port}",)
-    members.add(replace(members.member(1), addresses=way, process=None))
+    members.add(replace(members.member(1), addresses=(f"tcp://127.0.0.1:{port}",)))
 
 
 def incoming_links() -> int:
@@ -349,7 +348,7 @@ def test_a_workers_own_words_are_no_proof(make_job: MakeJob) -> None:
 
 def test_the_key_of_another_job_opens_nothing(make_job: MakeJob) -> None:
     job = make_job("a", "b", key=secrets.token_bytes(32), **TCP)
-    other = make_job("x", "b", key=secrets.token_bytes(32), liveness=1.0, **TCP)
+    other = make_job("x", "b", key=secrets.token_bytes(32), **TCP)
     other["x"].do(go_through, port_of(job["b"]))
     with pytest.raises(rpc.WorkerLost, match="the job's key differs"):
         other["x"].do(call, "b", functions.who_am_i)

@@ -8,7 +8,6 @@ breaks is mended while the other process answers at its address; a process that 
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import secrets
 import socket
@@ -27,6 +26,7 @@ from telegrad.rpc.meeting import (
     Connected,
     CutShort,
     Meeting,
+    Unanswered,
     Visit,
     Visitor,
     greet,
@@ -35,6 +35,7 @@ from telegrad.rpc.meeting import (
 from telegrad.rpc.members import Member
 from telegrad.rpc.node import Node, Reply, report_background_error
 from telegrad.rpc.outgoing import Outgoing
+from telegrad.rpc.reception import Reception
 from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.vitals import Vital
@@ -47,12 +48,9 @@ from telegrad.wire.handshake import HandshakeError, Hello, Refuse
 from telegrad.wire.link import Link, LinkClosed
 from telegrad.wire.session import SessionError
 
-MAX_GREETINGS = 256
 PAUSE_BEFORE_RETRY = 0.05
+MAX_UNANSWERED = 5
 PATIENCE_WITH_BUSY = 60.0
-READABLE_ALWAYS = 0x001
-NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-PAUSE_WITHOUT_ROOM = 0.1
 PATIENCE_WITH_FAREWELL = 0.5
 
 
@@ -79,10 +77,10 @@ class Agent:
         self._connecting: dict[int, threading.Lock] = {}
         self._ended: set[int] = set()
         self._stopped_since: dict[int, float] = {}
-        self._greetings = 0
         self._announced = threading.Event()
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
+        self._reception = Reception(self.watch, threads.run, self._greet)
         self._loopback = Loopback(self)
         self._outgoing[node.info.id] = self._loopback
 
@@ -91,8 +89,7 @@ class Agent:
         self.watch.start()
         self.watch.call_later(self._pulse, self._feel_pulses)
         for listener in self._meeting.listeners:
-            listener.setblocking(False)
-            self.watch.register(listener.fileno(), partial(self._accept, listener), READABLE_ALWAYS)
+            self._reception.open(listener)
         if announce:
             self._announce()
         self._announced.set()
@@ -269,6 +266,7 @@ class Agent:
         On a machine that has too much to do, a process that lives may take long to answer.
         """
         started = self.node.runtime.now()
+        unanswered = 0
         while True:
             left = deadline - self.node.runtime.now()
             try:
@@ -276,47 +274,14 @@ class Agent:
             except OSError as error:
                 if deadline <= self.node.runtime.now() and not is_dead(error):
                     raise _NotInTime from None
-                if not isinstance(error, CutShort):
+                unanswered += isinstance(error, Unanswered)
+                if not isinstance(error, CutShort) or unanswered == MAX_UNANSWERED:
                     raise
                 alive = member.process is not None and member.process.vital() is Vital.ALIVE
                 patience = max(self._liveness, PATIENCE_WITH_BUSY) if alive else self._liveness
                 if self.node.runtime.now() - started > patience:
                     raise
                 time.sleep(PAUSE_BEFORE_RETRY)
-
-    def _accept(self, listener: socket.socket, events: int) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in NO_ROOM and not self._closed:
-                    self._accept_later(listener)
-                return
-            with self._lock:
-                self._greetings += 1
-                crowded = self._greetings > MAX_GREETINGS or self._closed
-            if crowded:
-                self._greeted()
-                connection.close()
-                continue
-            self.threads.run(partial(self._greet, connection, listener))
-
-    def _accept_later(self, listener: socket.socket) -> None:
-        """There is no descriptor left. The visitor waits; to look on would only burn a core."""
-        descriptor = listener.fileno()
-        self.watch.forget(descriptor)
-        self.watch.call_later(
-            PAUSE_WITHOUT_ROOM,
-            lambda: self.watch.register(
-                descriptor, partial(self._accept, listener), READABLE_ALWAYS
-            ),
-        )
-
-    def _greeted(self) -> None:
-        with self._lock:
-            self._greetings -= 1
 
     def _greet(self, connection: socket.socket, listener: socket.socket) -> None:
         try:
@@ -325,7 +290,7 @@ class Agent:
             connection.close()
             return
         finally:
-            self._greeted()
+            self._reception.has_gone(connection)
         if visitor.hello.purpose == "probe":
             visitor.stream.close()
         elif visitor.hello.purpose == "resume":
@@ -490,6 +455,7 @@ class Agent:
             self._outgoing.clear()
             self._incoming.clear()
         # Before all else: who still wants to visit is to see at once that nobody is here.
+        self._reception.close()
         for listener in self._meeting.listeners:
             self.watch.forget(listener.fileno())
         self._meeting.close()

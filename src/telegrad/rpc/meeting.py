@@ -237,6 +237,10 @@ class CutShort(OSError):
     """The connection ended, or fell silent, in the middle of the handshake: try again."""
 
 
+class Unanswered(CutShort):
+    """The other end hung up on our proof: its key differs, or it had no time for us."""
+
+
 class _Channel:
     """A socket during its handshake: reads and writes within one time limit for all of them.
 
@@ -311,7 +315,8 @@ def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> N
             reply = end.receive(data)
         except HandshakeError as error:
             if not data:
-                raise CutShort(str(error)) from None
+                proved = isinstance(end, ClientHandshake) and end.proved
+                raise (Unanswered if proved else CutShort)(str(error)) from None
             if error.last_words:
                 with contextlib.suppress(OSError):
                     channel.write(error.last_words)

@@ -43,6 +43,8 @@ class Process:
         if not self.namespace or self.namespace != _namespace():
             return Vital.UNKNOWN
         fields = _read(self.pid)
+        if fields is None:
+            return Vital.UNKNOWN
         if not fields or int(fields[_STARTED]) != self.born or fields[_STATE] in "ZXx":
             return Vital.DEAD
         return Vital.STOPPED if fields[_STATE] in "Tt" else Vital.ALIVE
@@ -58,10 +60,16 @@ def _namespace() -> str:
         return ""
 
 
-def _read(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, which may hold any character."""
+def _read(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat behind the name, which may hold any character.
+
+    None are there if the process is not. If this process cannot look, that is no answer: one
+    that has no descriptor left must not take all others for dead.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
+    except OSError:
+        return None

@@ -256,6 +256,8 @@ class ClientHandshake(_End):
     def __init__(self, key: bytes, hello: Hello, server: str = "the other end") -> None:
         super().__init__(key, server)
         self.peer: Answer | None = None
+        self.proved = False
+        """Whether the proof has been given away: from then on, silence may be a verdict."""
         self.opening = self._mine
         self._hello = hello
         self._body = _encode(hello)
@@ -269,6 +271,7 @@ class ClientHandshake(_End):
             "or TELEGRAD_KEY_FILE on both sides), or it is shutting down"
         )
         self._await(self._on_head, _PROVEN.size)
+        self.proved = True
         return _PROVEN.pack(self._proof, _HELLO, len(self._body)) + self._body
 
     def _on_head(self, head: bytes) -> None:

@@ -1,0 +1,122 @@
+"""Visitors at the door: connections that have not proved the job's key.
+
+Each has a thread, a descriptor and a time limit, so there are places for a number of them only.
+When all are taken, the one who has stood there longest has to go: a worker is through in a few
+milliseconds, so who dawdles is most likely none. Strangers therefore keep workers out only if
+they come faster than all places are taken in the time of one handshake; were newcomers turned away
+instead, as many connections as there are places could lock a worker out.
+
+The watch accepts, and the watch has more to do: it takes a few visitors at a time, and no more than
+so many per second. Those beyond wait in the kernel's queue, which costs nothing. So a flood slows
+down whoever wants to come in, and hardly those who are in.
+
+Without a descriptor left, nobody can be let in. The door is then closed for a moment: to look on at
+a visitor who cannot enter would burn a core.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from telegrad.rpc.watch import Watch
+from telegrad.wire.stream import shut_down
+
+PLACES = 256
+AT_A_TIME = 16
+PER_SECOND = 500
+PAUSE_WITHOUT_ROOM = 0.1
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_READABLE_ALWAYS = 0x001
+
+Greet = Callable[[socket.socket, socket.socket], None]
+
+
+class Reception:
+    """Accepts connections and has each greeted on a thread: `greet(connection, listener)`."""
+
+    def __init__(
+        self, watch: Watch, run: Callable[[Callable[[], object]], None], greet: Greet
+    ) -> None:
+        self._watch = watch
+        self._run = run
+        self._greet = greet
+        self._lock = threading.Lock()
+        self._standing: dict[socket.socket, None] = {}
+        self._threads = 0
+        self._closed = False
+        self._budget = float(PER_SECOND)
+        self._counted_at = time.monotonic()
+
+    def open(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._watch.register(listener.fileno(), partial(self._accept, listener), _READABLE_ALWAYS)
+
+    def close(self) -> None:
+        """Let nobody in any more. The listeners are their owner's to close."""
+        self._closed = True
+
+    def _accept(self, listener: socket.socket, events: int) -> None:
+        """In the watch's thread."""
+        for _ in range(AT_A_TIME):
+            if not self._afford():
+                self._pause(listener, AT_A_TIME / PER_SECOND)
+                return
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    self._pause(listener, PAUSE_WITHOUT_ROOM)
+                return
+            self._seat(connection, listener)
+
+    def _afford(self) -> bool:
+        now = time.monotonic()
+        self._budget = min(PER_SECOND, self._budget + (now - self._counted_at) * PER_SECOND)
+        self._counted_at = now
+        if self._budget < 1:
+            return False
+        self._budget -= 1
+        return True
+
+    def _pause(self, listener: socket.socket, seconds: float) -> None:
+        self._watch.forget(listener.fileno())
+        self._watch.call_later(seconds, partial(self._reopen, listener))
+
+    def _reopen(self, listener: socket.socket) -> None:
+        if not self._closed and listener.fileno() >= 0:
+            self.open(listener)
+
+    def _seat(self, connection: socket.socket, listener: socket.socket) -> None:
+        oldest: socket.socket | None = None
+        with self._lock:
+            # Threads of those who had to go may take a moment to see it.
+            turned_away = self._closed or self._threads >= 2 * PLACES
+            if not turned_away:
+                self._threads += 1
+                self._standing[connection] = None
+                if len(self._standing) > PLACES:
+                    oldest = next(iter(self._standing))
+                    del self._standing[oldest]
+        if turned_away:
+            connection.close()
+            return
+        if oldest is not None:
+            shut_down(oldest)
+        self._run(partial(self._see_to, connection, listener))
+
+    def _see_to(self, connection: socket.socket, listener: socket.socket) -> None:
+        try:
+            self._greet(connection, listener)
+        finally:
+            with self._lock:
+                self._threads -= 1
+
+    def has_gone(self, connection: socket.socket) -> None:
+        """A visitor is in, or was sent away: his place is free."""
+        with self._lock:
+            self._standing.pop(connection, None)

@@ -5,7 +5,7 @@
     python -m tests.fuzz --run crash-1234 codec_data give it one input again
 
 Each target runs in a process of its own, under libFuzzer (atheris): an error that production would
-not catch, an input that takes longer than half a minute, or memory beyond two gigabytes ends it, and
+not catch, an input that takes half a minute, or memory beyond two gigabytes ends it, and
 the input is left in the directory of `--found`. What the fuzzer learns is kept there too; what is
 worth keeping is committed to tests/fuzz/corpus by hand.
 """

@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 JOBS   ?= 2
 
 .PHONY: help test unit demo lint format types bench-rpc bench-autograd bench-train bench-compile \
-        compile-report programs fuzz slow clean
+        compile-report programs fuzz chaos soak slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,6 +55,12 @@ programs: $(READY)  ## random programs against one process: simulated, with faul
 	$(BIN)/python -m tests.autograd.programs --simulated --count 11000
 	$(BIN)/python -m tests.autograd.programs --simulated --faults --count 11000
 	$(BIN)/python -m tests.autograd.programs --processes --count 330
+
+chaos: $(READY)  ## training under kills, stops, cuts and delays: right or a named error, nothing left
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+soak: $(READY)  ## a million calls, 100,000 contexts, random faults: nothing grows
+	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 slow: $(READY)  ## the tests that are too long for make test
 	$(BIN)/pytest -m slow $(ARGS)

@@ -489,3 +489,27 @@ def test_an_interrupted_wait_does_not_keep_others_from_their_replies(make_job: M
     time.sleep(0.05)
     job["a"].signal(signal.SIGINT)
     assert waiting.result(40) == ["reader", "b"]
+
+
+def test_a_job_whose_workers_were_killed_leaves_nothing_once_another_starts(
+    make_job: MakeJob,
+) -> None:
+    parent = Path(os.environ["XDG_RUNTIME_DIR"])
+    before = set(parent.glob("telegrad-*"))
+    killed = make_job("a", "b")
+    [left] = set(parent.glob("telegrad-*")) - before
+    killed.abandon()
+    assert any(left.glob("*.sock"))
+    os.utime(left, (0, 0))
+    make_job("a", "b")
+    assert not left.exists()
+
+
+def test_the_last_worker_removes_the_sockets_of_those_that_were_killed(make_job: MakeJob) -> None:
+    parent = Path(os.environ["XDG_RUNTIME_DIR"])
+    before = set(parent.glob("telegrad-*"))
+    job = make_job("a", "b")
+    [made] = set(parent.glob("telegrad-*")) - before
+    job["b"].kill()
+    job["a"].do(rpc.shutdown)
+    assert not made.exists()

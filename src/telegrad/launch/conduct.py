@@ -20,6 +20,7 @@ def join(seat: Seat) -> None:
         world_size=seat.world_size,
         store=store,
         key=seat.key,
+        liveness=seat.liveness,
         life=seat.life,
     )
 

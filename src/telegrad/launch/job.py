@@ -26,6 +26,7 @@ class Seat:
     store_port: int
     key: bytes = field(repr=False)
     timeout: float
+    liveness: float = 5.0
     life: int | None = None  # how many had this seat before; None: nobody will have it again
 
 

@@ -47,6 +47,7 @@ def run(
     seed: int | None = None,
     timeout: float = 60.0,
     restarts: int = 0,
+    liveness: float = 5.0,
 ) -> T:
     """Start workers on this machine, run `main()` here beside them, and return its result.
 
@@ -62,6 +63,9 @@ def run(
     empty, under its old name and rank. What depended on the dead one fails with `WorkerLost`; calls
     by name or rank reach the new one as soon as it is there (`telegrad.rpc.wait_for_worker`).
 
+    `liveness` is how many seconds a stopped worker, or a broken connection, may take to come back
+    before the worker counts as lost.
+
     `env` is added to the environment of the workers. `seed` makes random numbers repeatable:
     the worker with rank r starts from seed + r; without it every worker starts anew.
 
@@ -76,6 +80,7 @@ def run(
         seed=seed,
         timeout=timeout,
         restarts=restarts,
+        liveness=liveness,
     )
 
 
@@ -121,6 +126,7 @@ def run_with(
     seed: int | None,
     timeout: float,
     restarts: int = 0,
+    liveness: float = 5.0,
 ) -> T:
     """Run a job whose processes join, serve and leave as `conduct` says."""
     if is_installing():
@@ -136,7 +142,7 @@ def run_with(
     store = host_store(timeout)
     key = secrets.token_bytes(32)
     seats = [
-        Seat(name, rank, len(names) + 1, store.port, key, timeout, life)
+        Seat(name, rank, len(names) + 1, store.port, key, timeout, liveness, life)
         for rank, name in enumerate((MAIN_WORKER, *names))
     ]
     if seed is not None:

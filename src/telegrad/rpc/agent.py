@@ -20,6 +20,7 @@ from typing import Any
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import WorkerLost
 from telegrad.rpc.incoming import Incoming
+from telegrad.rpc.lookout import Lookout
 from telegrad.rpc.loopback import Loopback
 from telegrad.rpc.meeting import (
     PATIENCE,
@@ -69,14 +70,14 @@ class Agent:
         self._meeting = meeting
         self._liveness = liveness
         self._limits = node.limits.of_frames()
-        self._pulse = min(0.5, liveness / 10)
         self.silence = threading.Condition()
         self._lock = threading.Lock()
         self._outgoing: dict[int, Outgoing | Loopback] = {}
         self._incoming: dict[int, Incoming] = {}
         self._connecting: dict[int, threading.Lock] = {}
         self._ended: set[int] = set()
-        self._stopped_since: dict[int, float] = {}
+        self.lookout = Lookout(self, meeting.key, liveness)
+        meeting.silence = liveness
         self._announced = threading.Event()
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
@@ -87,7 +88,7 @@ class Agent:
     def start(self, announce: bool = False) -> None:
         """`announce`: the others may not know of this worker. None may call it before all do."""
         self.watch.start()
-        self.watch.call_later(self._pulse, self._feel_pulses)
+        self.lookout.start()
         for listener in self._meeting.listeners:
             self._reception.open(listener)
         if announce:
@@ -173,6 +174,18 @@ class Agent:
         """Whether the calling thread runs a request."""
         return getattr(self.local, "incoming", None) is not None
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def is_ended(self, worker: int) -> bool:
+        return worker in self._ended
+
+    def ends(self) -> list[Outgoing | Incoming]:
+        """Both kinds of links to other workers."""
+        ends = (*self._outgoing.values(), *self._incoming.values())
+        return [end for end in ends if not isinstance(end, Loopback)]
+
     def knows(self, worker: int) -> bool:
         return worker in self._outgoing
 
@@ -238,7 +251,8 @@ class Agent:
             except _NotInTime:
                 raise
             except OSError as error:
-                self.lose(worker, f"it cannot be reached ({error})")
+                give_up = self.lose if is_dead(error) else self.lookout.suspect
+                give_up(worker, f"it cannot be reached ({error})")
                 raise WorkerLost(f"worker {member.info.name!r} cannot be reached") from error
             link = self._link(visit)
             made = Outgoing(self, member, session, link)
@@ -340,27 +354,6 @@ class Agent:
         else:
             incoming.start()
 
-    # Silence.
-
-    def _feel_pulses(self) -> None:
-        """Look whether the processes that we are linked with are there and run.
-
-        A killed one breaks its links and is noticed by that; a stopped one keeps them.
-        """
-        if self._closed:
-            return
-        now = self.node.runtime.now()
-        for worker in {*self._outgoing, *self._incoming} - {self.node.info.id}:
-            process = self.node.members.member(worker).process
-            vital = Vital.UNKNOWN if process is None else process.vital()
-            if vital is Vital.DEAD:
-                self.lose(worker, "its process has ended")
-            elif vital is not Vital.STOPPED:
-                self._stopped_since.pop(worker, None)
-            elif now - self._stopped_since.setdefault(worker, now) >= self._liveness - self._pulse:
-                self.lose(worker, f"its process has been stopped for {self._liveness:g} s")
-        self.watch.call_later(self._pulse, self._feel_pulses)
-
     # Breaks.
 
     def mend(self, outgoing: Outgoing, reason: str) -> None:
@@ -385,8 +378,11 @@ class Agent:
                 self.lose(worker, f"{reason}, and could not be mended ({error})")
                 return
             except OSError as error:
-                if is_dead(error) or self.node.runtime.now() > until:
+                if is_dead(error):
                     self.lose(worker, f"{reason}, and its process does not answer any more")
+                    return
+                if self.node.runtime.now() > until:
+                    self.lookout.suspect(worker, f"{reason}, and it does not answer any more")
                     return
                 time.sleep(PAUSE_BEFORE_RETRY)
 
@@ -430,6 +426,24 @@ class Agent:
 
     # Endings.
 
+    def leave_all(self, reason: str) -> None:
+        """Lose all others in one step: nobody is told, as what they count as lost is their own."""
+        with self._lock:
+            others = [
+                member.info.id
+                for member in self.node.members.members()
+                if member.info.id not in self._ended and member.info != self.node.info
+            ]
+            self._ended.update(others)
+            links = [*self._outgoing.values(), *self._incoming.values()]
+            self._outgoing = {self.node.info.id: self._loopback}
+            self._incoming = {}
+        for worker in others:
+            self.complete_elsewhere(self.node.worker_lost(worker, reason))
+        for end in links:
+            if not isinstance(end, Loopback):
+                end.end()
+
     def lose(self, worker: int, reason: str) -> None:
         """Be done with a worker: settle what waits for it and accept nothing more from it."""
         with self._lock:
@@ -469,6 +483,7 @@ class Agent:
         for pending in cut:
             pending.complete()
         self.watch.close()
+        self.lookout.close()
 
     def debug_info(self) -> dict[str, int]:
         return {

@@ -6,6 +6,7 @@ import atexit
 import math
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
@@ -39,7 +40,7 @@ Args = tuple[Any, ...] | list[Any]
 LIVENESS = 5.0
 PAUSE = 0.005
 PAUSE_FOR_RETURN = 0.02
-PATIENCE_WITH_RELEASE = 1.0
+PATIENCE_AT_THE_END = 1.0
 _starting = threading.Lock()
 
 
@@ -153,9 +154,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
                 node.services["closing"].close(timeout)
             else:
                 _await_own_calls(node, timeout)
-            _release(node)
+            _within(node, partial(_release, node))
     finally:
-        node.services["rendezvous"].leave()
+        _within(node, node.services["rendezvous"].leave)
         set_process_node(None)
         agent.close()
         agent.threads.close()
@@ -169,17 +170,24 @@ def _await_own_calls(node: Node, timeout: float) -> None:
             pause.wait(PAUSE)
 
 
+def _within(node: Node, work: Callable[[], object]) -> None:
+    """Do what needs another, but not for longer than a moment: it may not answer any more."""
+    done = threading.Event()
+
+    def do() -> None:
+        try:
+            work()
+        finally:
+            done.set()
+
+    node.runtime.spawn(do)
+    done.wait(PATIENCE_AT_THE_END)
+
+
 def _release(node: Node) -> None:
-    """Drop what others keep for this worker. One that does not read must not hold it up."""
-    released = threading.Event()
-
-    def release() -> None:
-        node.values.bury()
-        node.values.release_all()
-        released.set()
-
-    node.runtime.spawn(release)
-    released.wait(PATIENCE_WITH_RELEASE)
+    """Drop what others keep for this worker."""
+    node.values.bury()
+    node.values.release_all()
 
 
 @atexit.register

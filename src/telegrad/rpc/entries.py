@@ -39,6 +39,7 @@ class Entries:
             "addresses": list(member.addresses),
             "host": member.host,
             "process": None if member.process is None else asdict(member.process),
+            "pulse": member.pulse,
         }
         return {**data, "seal": self._seal(data)}
 
@@ -56,6 +57,7 @@ class Entries:
             tuple(data["addresses"]),
             data["host"],
             None if process is None else Process(**process),
+            data["pulse"],
         )
 
     def _seal(self, data: dict[str, Any]) -> str:

@@ -19,8 +19,11 @@ from pathlib import Path
 import torch
 
 from telegrad.rpc.members import Member
+from telegrad.rpc.pulse import Companion
+from telegrad.rpc.vitals import Process
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.address import (
+    DEFAULT_SILENCE,
     Address,
     TcpAddress,
     UnixAddress,
@@ -50,6 +53,8 @@ PROTOCOL = 1
 PATIENCE = 10.0
 ARENA_BYTES = 1 << 30
 KEY_FILE = "key"
+PULSE_KEY = "pulse"
+ABANDONED_AFTER = 60.0
 _MEMORY, _NO_MEMORY = b"M", b"-"
 
 Shared = tuple[Arena | None, ArenaView | None, deque[int]]
@@ -68,12 +73,22 @@ class Meeting:
     addresses: list[Address] = field(default_factory=list)
     arena_bytes: int = ARENA_BYTES
     plaintext: bool = False
+    silence: float = DEFAULT_SILENCE
+    pulse: str = ""
+    _companion: Companion | None = None
     _tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
 
     def listen(self, address: Address) -> None:
         listener = listen(address)
         self.listeners.append(listener)
         self.addresses.append(bound(address, listener))
+
+    def have_company(self, host: str) -> None:
+        """Workers on other hosts cannot see how this process is: somebody has to tell them."""
+        me = Process.own()
+        pulse_key = self.key.derive(PULSE_KEY)
+        self._companion = Companion(host, pulse_key, self.incarnation, me.pid, me.born)
+        self.pulse = "{} {}".format(*self._companion.address)
 
     def address_of(self, listener: socket.socket) -> Address:
         return self.addresses[self.listeners.index(listener)]
@@ -91,6 +106,9 @@ class Meeting:
                     os.unlink(address.path)
         self.listeners.clear()
         self.addresses.clear()
+        if self._companion is not None:
+            self._companion.close()
+            self._companion = None
         if self.directory is not None:
             _remove_if_last(self.directory)
 
@@ -98,9 +116,37 @@ class Meeting:
 def _remove_if_last(directory: Path) -> None:
     """The last worker of a job on this host removes what the job kept there."""
     with contextlib.suppress(OSError):
-        if {path.name for path in directory.iterdir()} <= {KEY_FILE}:
-            (directory / KEY_FILE).unlink(missing_ok=True)
+        sockets = [path for path in directory.iterdir() if path.name != KEY_FILE]
+        if all(map(_is_abandoned, sockets)):
+            for path in (*sockets, directory / KEY_FILE):
+                path.unlink(missing_ok=True)
             directory.rmdir()
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether a socket's process is gone: one that was killed leaves its file behind."""
+    if path.suffix != ".sock":
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove what jobs of this user left behind when all of their workers were killed."""
+    for directory in parent.glob("telegrad-????????????????"):
+        with contextlib.suppress(OSError):
+            status = directory.lstat()
+            idle = time.time() - status.st_mtime > ABANDONED_AFTER
+            # A job without sockets may be called over TCP only: its key is still wanted.
+            if idle and status.st_uid == os.getuid() and any(directory.glob("*.sock")):
+                _remove_if_last(directory)
 
 
 @dataclass
@@ -135,7 +181,7 @@ def meet(
     """Connect to a worker. Raises `Unreachable`, `HandshakeError`, `CutShort` or an `OSError`."""
     patience = PATIENCE if patience is None else max(0.001, min(PATIENCE, patience))
     address = _choose(meeting, member)
-    sock = connect(address, patience)
+    sock = connect(address, patience, silence=meeting.silence)
     hello = Hello(
         worker=me.name,
         worker_id=me.id,
@@ -176,7 +222,7 @@ def greet(
     """Let a visitor prove the key and say who it is."""
     address = meeting.address_of(listener)
     sock.settimeout(PATIENCE)
-    prepare(sock)
+    prepare(sock, silence=meeting.silence)
 
     def answer(hello: Hello) -> Answer | Refuse:
         if hello.job != meeting.job:

@@ -15,7 +15,8 @@ class Member:
     """One worker as the others can reach it.
 
     The incarnation is a random number made when a process joins: a worker that was restarted under
-    its old name is another incarnation, and what the old one still sends is refused.
+    its old name is another incarnation, and what the old one still sends is refused. `pulse` is
+    where its companion answers ("host port", see pulse.py), empty if it has none.
     """
 
     info: WorkerInfo
@@ -23,6 +24,7 @@ class Member:
     addresses: tuple[str, ...] = ()
     host: str = ""
     process: Process | None = None
+    pulse: str = ""
 
 
 class Members:

@@ -39,7 +39,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from telegrad.rpc.entries import Entries
 from telegrad.rpc.errors import RendezvousError
-from telegrad.rpc.meeting import KEY_FILE, Meeting
+from telegrad.rpc.meeting import KEY_FILE, Meeting, remove_abandoned
 from telegrad.rpc.members import Member, Members
 from telegrad.rpc.vitals import Process, Vital
 from telegrad.rpc.worker import WorkerInfo
@@ -168,6 +168,7 @@ class Rendezvous:
                 raise
         self._entries = Entries(key, job)
         directory = job_directory(job)
+        remove_abandoned(directory.parent)
         meeting = Meeting(key, job, self.incarnation, host_id(directory), directory)
         meeting.plaintext = plaintext
         path = directory / f"{self.info.id}-{self.incarnation & 0xFFFFFF:x}.sock"
@@ -175,6 +176,8 @@ class Rendezvous:
             meeting.listen(UnixAddress(str(path)))
         if "tcp" in transports and host is not None:
             meeting.listen(TcpAddress(host, 0, tls=not plaintext and not is_loopback(host)))
+            if not is_loopback(host):
+                meeting.have_company(host)
         return meeting
 
     def _found_job(self, key: JobKey | None) -> tuple[str, JobKey]:
@@ -255,6 +258,7 @@ class Rendezvous:
             tuple(str(address) for address in meeting.addresses),
             meeting.host,
             Process.own(),
+            meeting.pulse,
         )
         rank = self.info.id
         if self._world_size is None:

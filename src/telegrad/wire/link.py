@@ -571,6 +571,11 @@ class Link:
             self._queue.clear()
             self._changed.notify_all()
         self.stream.close()
+        # Its memory goes now, not when a collection finds it; tensors in it keep what they have.
+        if self._arena is not None:
+            self._arena.close()
+        if self._view is not None:
+            self._view.close()
 
 
 def _nobody_looks() -> None:

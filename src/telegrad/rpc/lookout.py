@@ -1,0 +1,159 @@
+"""Looks after the other workers of a job: who is stopped, who has fallen silent, who has to go.
+
+Processes of this host are looked at in /proc (`vitals.py`), those of other hosts through their
+companions (`heartbeat.py`). What is certain is acted upon at once. Who is only silent may be well,
+and the way there cut: then those who are heard are asked, and `agreement.py` decides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+from telegrad.rpc.agreement import Verdict, judge
+from telegrad.rpc.calls import Pending
+from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.heartbeat import Heartbeat, is_asked
+from telegrad.rpc.meeting import PULSE_KEY
+from telegrad.rpc.members import Member
+from telegrad.rpc.node import report_background_error
+from telegrad.rpc.silence import GiveUp
+from telegrad.rpc.vitals import Vital
+from telegrad.wire.keys import JobKey
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+
+HEARS, EXPELLED = "hears", "expelled"
+
+
+class Lookout:
+    """One worker's view of how the others are."""
+
+    def __init__(self, agent: Agent, key: JobKey, liveness: float) -> None:
+        self._agent = agent
+        self._node = agent.node
+        self._liveness = liveness
+        self._interval = min(0.5, liveness / 10)
+        self._inquiry = min(1.0, liveness / 5)
+        self._stopped_since: dict[int, float] = {}
+        self._received: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._suspects: set[int] = set()
+        self._heartbeat = Heartbeat(
+            key.derive(PULSE_KEY), liveness, self._interval, self._inquiry, self._given_up
+        )
+        self._node.on_operation(HEARS, lambda sender, worker: self.hears(int(worker)))
+        self._node.on_post(EXPELLED, self._told_to_expel)
+
+    def start(self) -> None:
+        self._agent.watch.call_later(self._interval, self._look)
+
+    def close(self) -> None:
+        self._heartbeat.close()
+
+    def _look(self) -> None:
+        if self._agent.closed:
+            return
+        try:
+            self._look_at_processes()
+            self._listen_for_signs()
+        except Exception:
+            report_background_error("the look after other workers")
+        self._agent.watch.call_later(self._interval, self._look)
+
+    def _look_at_processes(self) -> None:
+        """Look whether the processes that we are linked with are there and run.
+
+        A killed one breaks its links and is noticed by that; a stopped one keeps them.
+        """
+        now = self._node.runtime.now()
+        lose = self._agent.lose
+        for member in {end.member.info.id: end.member for end in self._agent.ends()}.values():
+            worker, vital = member.info.id, _vital(member)
+            if vital is Vital.DEAD:
+                lose(worker, "its process has ended")
+            elif vital is not Vital.STOPPED:
+                self._stopped_since.pop(worker, None)
+            elif (
+                now - self._stopped_since.setdefault(worker, now) >= self._liveness - self._interval
+            ):
+                lose(worker, f"its process has been stopped for {self._liveness:g} s")
+
+    def _listen_for_signs(self) -> None:
+        """Of workers that only their companions can tell of; what they send is a sign, too."""
+        for end in self._agent.ends():
+            if self._received.get(end) != end.link.received_bytes:
+                self._received[end] = end.link.received_bytes
+                self._heartbeat.heard(end.member.info.id)
+        self._heartbeat.beat(self._others(), self._node.runtime.now())
+
+    def _others(self) -> list[Member]:
+        node = self._node
+        return [
+            member
+            for member in node.members.members()
+            if member.info != node.info and not node.is_lost(member.info.id)
+        ]
+
+    def hears(self, worker: int) -> bool:
+        """Whether there is a sign that a worker lives, as far as this one can know."""
+        if self._node.is_lost(worker):
+            return False
+        vital = _vital(self._node.members.member(worker))
+        if vital is Vital.UNKNOWN:
+            return worker == self._node.info.id or self._heartbeat.hears(worker)
+        return vital is Vital.ALIVE
+
+    def _given_up(self, silence: GiveUp) -> None:
+        if silence.certain:
+            self._agent.threads.run(partial(self._agent.lose, silence.worker, silence.reason))
+        else:
+            self.suspect(silence.worker, silence.reason)
+
+    def suspect(self, worker: int, reason: str) -> None:
+        """Nothing comes from a worker. If it may be just the way to it, the others are asked."""
+        if not is_asked(self._node.members.member(worker)):
+            self._agent.lose(worker, reason)
+        elif worker not in self._suspects:
+            self._suspects.add(worker)
+            self._agent.threads.run(partial(self._inquire, worker, reason))
+
+    def _inquire(self, worker: int, reason: str) -> None:
+        node, agent = self._node, self._agent
+        others = [member.info for member in self._others() if member.info.id != worker]
+        heard = {info.id for info in others if self.hears(info.id)}
+        asked = [
+            node.call(info, HEARS, (worker,), None, self._inquiry)
+            for info in others
+            if info.id in heard
+        ]
+        answers = [self._says_yes(pending) for pending in asked]
+        silent = {w for w in self._heartbeat.silent() | self._suspects if not agent.is_ended(w)}
+        match judge(node.info.id, worker, any(answers), heard, silent - heard):
+            case Verdict.LOSE:
+                agent.lose(worker, reason)
+            case Verdict.EXPEL:
+                agent.lose(worker, f"{reason}, though others hear it: the way there is cut")
+                for info in others:
+                    agent.threads.run(partial(node.post, info.id, EXPELLED, worker))
+            case Verdict.LEAVE:
+                name = node.members.name(worker)
+                agent.leave_all(f"this worker is cut off from worker {name!r}: {reason}")
+
+    def _says_yes(self, pending: Pending) -> bool:
+        try:
+            return self._node.wait(pending) is True
+        except TelegradError:
+            return False
+
+    def _told_to_expel(self, sender: int, worker: object) -> None:
+        if type(worker) is int and worker != self._node.info.id:
+            name = self._node.members.name(sender)
+            self._agent.lose(
+                worker, f"worker {name!r} cannot reach it, so one of the two has to go"
+            )
+
+
+def _vital(member: Member) -> Vital:
+    return Vital.UNKNOWN if member.process is None else member.process.vital()

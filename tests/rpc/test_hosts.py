@@ -1,0 +1,242 @@
+"""Workers on different hosts: who is stopped, cut off or gone is noticed, who is busy is not."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from telegrad import rpc
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.node import current_node
+from tests.netns import Hosts, enter, hosts
+from tests.rpc import functions
+from tests.rpc.fleet import Nursery, Process
+
+LIVENESS = 2.0
+# Beyond the window: one interval, the scheduler of a busy machine.
+MARGIN = 2.0
+
+
+class SpreadJob:
+    """One worker per host; the store is beside them all."""
+
+    def __init__(self, nursery: Nursery, network: Hosts, **options: Any) -> None:
+        self.network = network
+        self.store = TCPStore(network.gateway, 0, is_master=True, wait_for_workers=False)
+        self.processes = {name: nursery.start() for name in network.addresses}
+        place = {"size": len(network.addresses), "store": (network.gateway, self.store.port)}
+        joining = [
+            process.begin(
+                join_from,
+                network.namespace(name),
+                name,
+                rank,
+                host=network.addresses[name],
+                **place,
+                **options,
+            )
+            for rank, (name, process) in enumerate(self.processes.items())
+        ]
+        for each in joining:
+            each.result(60)
+
+    def __getitem__(self, name: str) -> Process:
+        return self.processes[name]
+
+
+def join_from(
+    namespace: str, name: str, rank: int, size: int, store: tuple[str, int], **options: Any
+) -> None:
+    enter(namespace)
+    client = TCPStore(
+        *store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
+    rpc.init_rpc(name, rank=rank, world_size=size, store=client, transports=("tcp",), **options)
+
+
+@pytest.fixture
+def spread(nursery: Nursery) -> Iterator[Callable[..., SpreadJob]]:
+    jobs: list[SpreadJob] = []
+    with hosts("a", "b", "c") as network:
+
+        def make(**options: Any) -> SpreadJob:
+            jobs.append(SpreadJob(nursery, network, **options))
+            return jobs[-1]
+
+        yield make
+        for job in jobs:
+            for process in job.processes.values():
+                process.kill()
+
+
+def call(to: Any, function: Any, *args: Any, **options: Any) -> Any:
+    return rpc.rpc_sync(to, function, args=args, **options)
+
+
+def call_until_lost(to: str, function: Any, *args: Any) -> tuple[str, float]:
+    try:
+        rpc.rpc_sync(to, function, args=args, timeout=60)
+    except rpc.WorkerLost as error:
+        return f"{error.worker}: {error.cause}", time.monotonic()
+    raise AssertionError("the call was answered")
+
+
+def heard_of(*names: str) -> bool:
+    """Whether the companions of these have answered."""
+    agent = current_node().transport
+    assert isinstance(agent, Agent)
+    until = time.monotonic() + 20
+    workers = [rpc.get_worker_info(name).id for name in names]
+    while not all(agent.lookout.hears(worker) for worker in workers):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def compute_in_c(seconds: float) -> float:
+    """One call that holds the interpreter's lock all the time."""
+    started = time.monotonic()
+    sum(range(10_000_000))
+    one = time.monotonic() - started
+    sum(range(int(10_000_000 * seconds / one)))
+    return time.monotonic() - started
+
+
+def begin_waiting(job: SpreadJob) -> Any:
+    assert job["a"].do(heard_of, "b", "c")
+    waiting = job["a"].begin(call_until_lost, "b", functions.announce_and_wait, "begun", "never")
+    job["c"].do(call, "b", functions.wait_event, "begun")
+    return waiting
+
+
+def test_a_host_that_is_cut_off_is_noticed_within_the_window(
+    spread: Callable[..., SpreadJob],
+) -> None:
+    job = spread(liveness=LIVENESS)
+    waiting = begin_waiting(job)
+    job.network.cut_off("b")
+    cut = time.monotonic()
+    message, failed = waiting.result(30)
+    assert message.startswith("b: ")
+    assert failed - cut < LIVENESS + MARGIN
+    assert job["a"].do(call, "c", functions.who_am_i) == "c"
+
+
+def test_a_worker_that_is_stopped_on_another_host_is_noticed_within_the_window(
+    spread: Callable[..., SpreadJob],
+) -> None:
+    job = spread(liveness=LIVENESS)
+    waiting = begin_waiting(job)
+    job["b"].signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    message, failed = waiting.result(30)
+    assert message == f"b: its process has been stopped for {LIVENESS:g} s"
+    assert failed - stopped < LIVENESS + MARGIN
+
+
+def test_a_worker_that_is_killed_on_another_host_is_noticed_at_once(
+    spread: Callable[..., SpreadJob],
+) -> None:
+    job = spread(liveness=60.0)
+    waiting = begin_waiting(job)
+    job["b"].kill()
+    killed = time.monotonic()
+    message, failed = waiting.result(30)
+    assert message.startswith("b: ")
+    assert failed - killed < 1.0 + MARGIN
+
+
+@pytest.mark.parametrize("busy", ["a", "b"])
+def test_a_worker_that_computes_in_c_for_longer_than_the_window_is_not_lost(
+    spread: Callable[..., SpreadJob], busy: str
+) -> None:
+    job = spread(liveness=1.0)
+    assert job["a"].do(heard_of, "b", "c")
+    assert job["b"].do(heard_of, "a", "c")
+    assert job["a"].do(call, "b", functions.who_am_i) == "b"
+    assert job["b"].do(call, "a", functions.who_am_i) == "a"
+    assert job[busy].do(compute_in_c, 6.0) > 2.0
+    assert job["a"].do(call, "b", functions.who_am_i) == "b"
+    for name in "abc":
+        assert job[name].do(rpc.debug_info)["lost workers"] == {}
+
+
+def losses() -> dict[str, str]:
+    return dict(rpc.debug_info()["lost workers"])
+
+
+def losses_when(count: int) -> dict[str, str]:
+    until = time.monotonic() + 20
+    while len(losses()) < count and time.monotonic() < until:
+        time.sleep(0.02)
+    return losses()
+
+
+def all_hear_all(job: SpreadJob) -> None:
+    for one in "abc":
+        assert job[one].do(heard_of, *(other for other in "abc" if other != one))
+
+
+def keep_own(names: list[str]) -> None:
+    functions.kept = rpc.RRef([1])
+    for name in names:
+        rpc.rpc_sync(name, hold, args=(functions.kept,))
+
+
+def hold(reference: Any) -> None:
+    functions.record(reference)
+
+
+def forks_left(count: int) -> int:
+    until = time.monotonic() + 20
+    while rpc.debug_info()["references"]["forks"] > count and time.monotonic() < until:
+        time.sleep(0.02)
+    return int(rpc.debug_info()["references"]["forks"])
+
+
+def test_two_workers_that_lose_each_other_agree_with_all_on_who_goes(
+    spread: Callable[..., SpreadJob],
+) -> None:
+    job = spread(liveness=LIVENESS)
+    all_hear_all(job)
+    job["a"].do(keep_own, ["b", "c"])
+    waiting = [
+        job["a"].begin(call_until_lost, "b", functions.announce_and_wait, "begun", "never"),
+        job["b"].begin(call_until_lost, "a", functions.announce_and_wait, "begun", "never"),
+    ]
+    for name in "ab":
+        job["c"].do(call, name, functions.wait_event, "begun")
+    job.network.cut("a", "b")
+    for each in waiting:
+        each.result(30)
+    assert list(job["a"].do(losses_when, 1)) == ["b"]
+    assert list(job["c"].do(losses_when, 1)) == ["b"]
+    assert sorted(job["b"].do(losses_when, 2)) == ["a", "c"]
+    assert job["a"].do(forks_left, 1) == 1
+    assert job["a"].do(call, "c", functions.who_am_i) == "c"
+    with pytest.raises(rpc.WorkerLost, match="'c' is gone"):
+        job["b"].do(call, "c", functions.who_am_i)
+
+
+def test_the_smaller_part_of_a_job_leaves_when_it_is_cut_off(
+    spread: Callable[..., SpreadJob],
+) -> None:
+    job = spread(liveness=LIVENESS)
+    all_hear_all(job)
+    job.network.cut_off("a")
+    assert list(job["b"].do(losses_when, 1)) == ["a"]
+    assert list(job["c"].do(losses_when, 1)) == ["a"]
+    found = job["a"].do(losses_when, 2)
+    assert sorted(found) == ["b", "c"]
+    assert any("cut off" in reason for reason in found.values())
+    job.network.join("a")
+    with pytest.raises(rpc.WorkerLost):
+        job["a"].do(call, "b", functions.who_am_i)
+    assert job["b"].do(call, "c", functions.who_am_i) == "c"

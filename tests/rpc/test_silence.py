@@ -1,0 +1,243 @@
+"""Who counts as silent: the core, and what its datagrams prove."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from telegrad.rpc.pulse import (
+    SIZE,
+    Companion,
+    Condition,
+    answer,
+    question,
+    read_answer,
+    read_question,
+)
+from telegrad.rpc.silence import Ask, GiveUp, Listening
+from telegrad.rpc.vitals import Process
+
+KEY = b"k" * 32
+WINDOW, INTERVAL = 5.0, 0.5
+
+
+class Clock:
+    """A core under a clock that the test moves; it answers for those who are said to live."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.core = Listening(WINDOW, INTERVAL)
+        self.given_up: dict[int, tuple[float, str]] = {}
+        self.condition: dict[int, Condition | None] = {}
+
+    def follow(self, worker: int, condition: Condition | None = Condition.RUNS) -> None:
+        self.core.follow(worker)
+        self.condition[worker] = condition
+
+    def run(self, seconds: float, interval: float = INTERVAL) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += interval
+            for action in self.core.tick(self.now):
+                self._carry_out(action)
+
+    def _carry_out(self, action: Ask | GiveUp) -> None:
+        if isinstance(action, GiveUp):
+            assert action.worker not in self.given_up
+            self.given_up[action.worker] = (self.now, action.reason)
+            return
+        condition = self.condition[action.worker]
+        if condition is not None:
+            verdict = self.core.answered(action.worker, action.nonce, condition)
+            if verdict is not None:
+                self._carry_out(verdict)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_one_that_answers_is_never_given_up(clock: Clock) -> None:
+    clock.follow(1)
+    clock.run(600)
+    assert not clock.given_up
+
+
+def test_one_that_falls_silent_is_given_up_within_the_window(clock: Clock) -> None:
+    clock.follow(1)
+    clock.follow(2)
+    clock.run(10)
+    silent_since = clock.now
+    clock.condition[1] = None
+    clock.run(20)
+    assert list(clock.given_up) == [1]
+    when, reason = clock.given_up[1]
+    assert WINDOW - 2 * INTERVAL <= when - silent_since <= WINDOW
+    assert "nothing has been heard" in reason
+
+
+def test_one_that_is_stopped_is_given_up_within_the_window(clock: Clock) -> None:
+    clock.follow(1)
+    clock.run(10)
+    stopped_since = clock.now
+    clock.condition[1] = Condition.STOPPED
+    clock.run(20)
+    when, reason = clock.given_up[1]
+    assert when - stopped_since <= WINDOW + INTERVAL
+    assert "stopped" in reason
+
+
+def test_one_that_is_stopped_for_a_moment_is_kept(clock: Clock) -> None:
+    clock.follow(1)
+    for _ in range(10):
+        clock.condition[1] = Condition.STOPPED
+        clock.run(WINDOW / 2)
+        clock.condition[1] = Condition.RUNS
+        clock.run(1)
+    assert not clock.given_up
+
+
+def test_one_whose_process_has_ended_is_given_up_at_once(clock: Clock) -> None:
+    clock.follow(1, Condition.GONE)
+    clock.run(INTERVAL)
+    assert "ended" in clock.given_up[1][1]
+
+
+def test_time_in_which_we_did_not_listen_is_not_held_against_others(clock: Clock) -> None:
+    clock.follow(1)
+    clock.run(5)
+    clock.now += 3600
+    clock.run(0.1)
+    assert not clock.given_up
+    clock.run(60)
+    assert not clock.given_up
+
+
+def test_one_that_never_answered_is_not_judged(clock: Clock) -> None:
+    clock.follow(1, None)
+    clock.run(600)
+    assert not clock.given_up
+
+
+def test_traffic_is_a_sign_of_life(clock: Clock) -> None:
+    clock.follow(1)
+    clock.run(5)
+    clock.condition[1] = None
+    for _ in range(100):
+        clock.run(1)
+        clock.core.heard(1)
+    assert not clock.given_up
+    clock.run(10)
+    assert list(clock.given_up) == [1]
+
+
+def test_an_answer_to_another_question_is_worth_nothing(clock: Clock) -> None:
+    clock.follow(1)
+    clock.run(5)
+    clock.condition[1] = None
+    for _ in range(20):
+        clock.run(1)
+        clock.core.answered(1, b"n" * 16, Condition.RUNS)
+    assert list(clock.given_up) == [1]
+
+
+def test_only_words_that_prove_the_key_are_read() -> None:
+    asked = question(KEY, 7, b"n" * 16)
+    said = answer(KEY, 7, b"n" * 16, Condition.STOPPED)
+    assert read_question(KEY, asked) == (7, b"n" * 16)
+    assert read_answer(KEY, said) == (7, b"n" * 16, Condition.STOPPED)
+    assert len(asked) == len(said) == SIZE
+    assert read_question(KEY, said) is None
+    assert read_answer(KEY, asked) is None
+    assert read_question(b"x" * 32, asked) is None
+    for position in range(SIZE):
+        bent = bytearray(said)
+        bent[position] ^= 1
+        assert read_answer(KEY, bytes(bent)) is None
+    assert read_answer(KEY, said[:-1]) is None
+    assert read_answer(KEY, said + b"\0") is None
+
+
+def ask(companion: Companion, data: bytes) -> bytes | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.settimeout(0.5)
+        for _ in range(20):
+            asking.sendto(data, companion.address)
+            try:
+                return asking.recv(100)
+            except TimeoutError:
+                if not data.startswith(b"tgpl"):
+                    return None
+    return None
+
+
+def test_a_companion_answers_who_proves_the_key_and_nobody_else() -> None:
+    me = Process.own()
+    companion = Companion("127.0.0.1", KEY, 7, me.pid, me.born)
+    try:
+        said = ask(companion, question(KEY, 7, b"n" * 16))
+        assert said is not None
+        assert read_answer(KEY, said) == (7, b"n" * 16, Condition.RUNS)
+        assert ask(companion, b"x" * SIZE) is None
+    finally:
+        companion.close()
+    assert not os.path.exists(f"/proc/{companion.pid}")
+
+
+LONELY = """
+import os, signal, sys
+sys.path.insert(0, {src!r})
+from telegrad.rpc.pulse import Companion
+from telegrad.rpc.vitals import Process
+me = Process.own()
+companion = Companion("127.0.0.1", b"k" * 32, 7, me.pid, me.born)
+print(companion.pid, companion.address[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_companion_tells_that_its_worker_is_stopped_and_ends_with_it() -> None:
+    src = os.path.dirname(
+        os.path.dirname(os.path.dirname(os.path.abspath(sys.modules["telegrad"].__file__ or "")))
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-c", LONELY.format(src=src)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert worker.stdout is not None
+        pid, port = map(int, worker.stdout.readline().split())
+        conditions = []
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.settimeout(20)
+            for number in (signal.SIGCONT, signal.SIGSTOP, signal.SIGCONT):
+                worker.send_signal(number)
+                while True:
+                    asking.sendto(question(KEY, 7, b"n" * 16), ("127.0.0.1", port))
+                    said = read_answer(KEY, asking.recv(100))
+                    assert said is not None
+                    if said[2] is (
+                        Condition.STOPPED if number == signal.SIGSTOP else Condition.RUNS
+                    ):
+                        break
+                conditions.append(said[2])
+        assert conditions == [Condition.RUNS, Condition.STOPPED, Condition.RUNS]
+    finally:
+        worker.kill()
+        worker.communicate()
+    descriptor = os.pidfd_open(pid) if os.path.exists(f"/proc/{pid}") else None
+    if descriptor is not None:
+        import select
+
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        assert poll.poll(10_000), "the companion outlived its worker"
+        os.close(descriptor)

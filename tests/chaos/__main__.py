@@ -45,12 +45,13 @@ class Tally:
 
 def run(steps: int, seed: int, liveness: float, seconds: float) -> Tally:
     tally = Tally()
+    before = set(_left_in_this_process())
 
     def main() -> None:
         _train(tally, steps, seed, liveness, seconds)
 
     telegrad.run(main, workers=WORKERS, restarts=10 * steps, liveness=liveness)
-    tally.leaks += _left_in_this_process()
+    tally.leaks += sorted(set(_left_in_this_process()) - before)
     return tally
 
 

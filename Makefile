@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 JOBS   ?= 2
 
 .PHONY: help test unit demo lint format types bench-rpc bench-autograd bench-train bench-compile \
-        compile-report programs fuzz chaos soak slow clean
+        bench-tls compile-report programs fuzz strangers chaos soak slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -50,6 +50,12 @@ compile-report: $(READY)  ## what compiles as one graph, by backend
 fuzz: $(READY)  ## coverage-guided fuzzing of all that reads what others send; FUZZ_SECONDS=300
 	test -e $(VENV)/.fuzz || { $(BIN)/pip install --quiet -r requirements-fuzz.txt && touch $(VENV)/.fuzz; }
 	$(BIN)/python -m tests.fuzz --seconds $(or $(FUZZ_SECONDS),300) $(ARGS)
+
+strangers: $(READY)  ## attack a running job without its key, and time its calls meanwhile
+	$(BIN)/python -m tests.rpc.strangers $(ARGS)
+
+bench-tls: $(READY)  ## calls over TCP in the clear and under TLS, interleaved
+	$(BIN)/python -m benchmarks.tls $(ARGS)
 
 programs: $(READY)  ## random programs against one process: simulated, with faults, over processes
 	$(BIN)/python -m tests.autograd.programs --simulated --count 11000

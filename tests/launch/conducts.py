@@ -15,11 +15,17 @@ from telegrad.launch.job import Conduct, Seat
 from telegrad.launch.store import visit_store
 
 _stores: dict[str, TCPStore] = {}
+_keys: dict[str, bytes] = {}
+
+
+def key_of_main() -> bytes:
+    return _keys["main"]
 
 
 def join(seat: Seat) -> None:
     store = visit_store(seat.store_port, seat.timeout)
     _stores[seat.name] = store
+    _keys[seat.name] = seat.key
     facts = {
         "name": seat.name,
         "pid": os.getpid(),

@@ -51,6 +51,29 @@ def is_running(pid: object) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+def places_where_processes_are_seen(pids: list[object]) -> bytes:
+    """Command lines and environments."""
+    files = (Path(f"/proc/{pid}/{name}") for pid in pids for name in ("cmdline", "environ"))
+    return b"".join(file.read_bytes() for file in files)
+
+
+def test_the_key_of_a_job_is_on_no_command_line_and_in_no_environment() -> None:
+    def main() -> tuple[bytes, bytes]:
+        pids = [os.getpid(), *(fact["pid"] for fact in all_facts(1)), *forkservers()]
+        return places_where_processes_are_seen(pids), conducts.key_of_main()
+
+    seen, key = run(main, 1)
+    assert len(key) == 32
+    assert key not in seen
+    assert key.hex().encode() not in seen
+
+
+def forkservers() -> list[object]:
+    """The children of this process."""
+    task = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in task.read_text().split()]
+
+
 def test_main_runs_here_and_its_result_is_returned() -> None:
     facts = run(lambda: all_facts(2))
     assert [fact["name"] for fact in facts] == ["main", "worker1", "worker2"]

@@ -198,9 +198,19 @@ class Process:
 class Job:
     """Workers of one job, each a process of its own."""
 
-    def __init__(self, nursery: Nursery, names: tuple[str, ...], **options: Any) -> None:
+    def __init__(
+        self,
+        nursery: Nursery,
+        names: tuple[str, ...],
+        before: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """`before` is done in each process before it joins."""
         self.store = serve_store()
         self.processes = {name: nursery.start() for name in names}
+        if before is not None:
+            for process in self.processes.values():
+                process.do(before)
         joining = [
             process.begin(join, name, rank, len(names), self.store.port, **options)
             for rank, (name, process) in enumerate(self.processes.items())

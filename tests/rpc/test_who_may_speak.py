@@ -212,6 +212,14 @@ def between_hosts(start: Start) -> Callable[..., dict[str, Process]]:
     return make
 
 
+def test_the_address_of_a_worker_may_come_from_its_environment(start: Start) -> None:
+    store = serve_store()
+    a = start()
+    a.do(set_environment, TELEGRAD_HOST="127.0.0.1")
+    a.do(join, "a", 0, 1, store.port)
+    assert [text.partition(":")[0] for text in a.do(addresses)] == ["unix", "tcp"]
+
+
 def stream_kind() -> str:
     outgoing: Any = agent()._outgoing[1]
     stream = outgoing.link.stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
@@ -37,6 +38,7 @@ from telegrad.wire.keys import JobKey
 To = str | int | WorkerInfo
 Args = tuple[Any, ...] | list[Any]
 
+HOST_VARIABLE = "TELEGRAD_HOST"
 LIVENESS = 5.0
 PAUSE = 0.005
 PAUSE_FOR_RETURN = 0.02
@@ -69,8 +71,9 @@ def init_rpc(
     joined; without one, workers come and go. `rank` is found as torch finds it, or given out.
 
     `key` is the job's secret; by default it is taken from TELEGRAD_KEY_FILE or TELEGRAD_KEY, and a
-    job that has none makes one that works for this user on this host. `host` is the address at
-    which other hosts reach this worker; without it nothing listens but a Unix socket. `transports`
+    job that has none makes one that works for this user on this host. `host` (or
+    TELEGRAD_HOST) is the address at which other hosts reach this worker, over TLS unless both ends
+    say `plaintext`; without it nothing listens but a Unix socket. `transports`
     says where it listens at all: with `("tcp",)` it is called over TCP on its own host, too.
 
     `rpc_timeout` bounds every call that does not say otherwise, in seconds (0: no bound);
@@ -87,6 +90,7 @@ def init_rpc(
             raise TelegradError(
                 "RPC is already initialized in this process: call telegrad.rpc.shutdown() first"
             )
+        host = host or os.environ.get(HOST_VARIABLE)
         trusted = _check_options(trust, transports, host)
         if store is None:
             store, rank, world_size = open_store(init_method, rank, world_size, join_timeout)

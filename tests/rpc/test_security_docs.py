@@ -1,0 +1,47 @@
+"""What docs/security.md shows runs, and the numbers that it tells are those of the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from telegrad.rpc import meeting, reception
+from telegrad.rpc.limits import Limits, default_limits
+from telegrad.wire.codec import Trust
+from tests.rpc.fleet import ROOT
+
+TEXT = (ROOT / "docs" / "security.md").read_text()
+UNITS = {"GB": 1 << 30, "MB": 1 << 20}
+
+
+def test_parties_that_take_data_only_work_together(tmp_path: Path) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    path = tmp_path / "script.py"
+    path.write_text(code)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, path], env=env, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tensor([3., 3.])" in done.stdout
+    assert "posix:getcwd is not exported; in a job that takes data only" in done.stdout
+
+
+def number(text: str) -> int:
+    digits, _, unit = text.strip().partition(" ")
+    return int(digits.replace(",", "")) * UNITS.get(unit, 1)
+
+
+def test_the_limits_are_those_that_the_text_tells() -> None:
+    told = {}
+    for name, code, data in re.findall(r"^\| `(\w+)`.*\|([^|]+)\|([^|]+)\|$", TEXT, re.MULTILINE):
+        told[name] = (number(code), number(data))
+    for field in fields(Limits):
+        limits = (default_limits(trust) for trust in (Trust.CODE, Trust.DATA))
+        assert told[field.name] == tuple(getattr(each, field.name) for each in limits)
+    assert f"At most {reception.PLACES} such connections are held, {meeting.PATIENCE:g} s" in TEXT
+    assert f"{reception.PER_SECOND} per second are let in" in TEXT

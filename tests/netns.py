@@ -67,6 +67,15 @@ class Hosts:
         for here, there in ((one, other), (other, one)):
             _ip("-n", self.namespace(here), "route", "add", "blackhole", self.addresses[there])
 
+    def degrade(self, name: str, *netem: str) -> str | None:
+        """Give what this host sends loss and latency; why not, if the kernel cannot."""
+        words = ["tc", "-n", self.namespace(name), "qdisc", "add", "dev", "eth0", "root", "netem"]
+        try:
+            done = subprocess.run([*words, *netem], capture_output=True, text=True)
+        except OSError as error:
+            return str(error)
+        return None if done.returncode == 0 else done.stderr.strip()
+
     def close(self) -> None:
         """A namespace lives on while a process is in it; its cable does not."""
         for number, name in enumerate(self.addresses):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import telegrad
 from telegrad import rpc
-from tests.chaos import faults, program
+from tests.chaos import faults, program, spread
 
 WORKERS = ["w1", "w2", "w3"]
 DEADLINE = 20.0
@@ -150,7 +150,22 @@ def main() -> int:
     print(f"right: {tally.right}; named errors: {dict(tally.errors)}; wrong: {len(tally.wrong)}")
     for line in (*tally.wrong, *(f"left behind: {leak}" for leak in tally.leaks)):
         print(line)
-    return 1 if tally.wrong or tally.leaks else 0
+    spread_wrong = _on_hosts(max(1, options.steps // 5), options.seed)
+    return 1 if tally.wrong or tally.leaks or spread_wrong else 0
+
+
+def _on_hosts(steps: int, seed: int) -> bool:
+    found = spread.run(steps, seed)
+    print(f"on three hosts: {found.right} steps right while cables were pulled {found.pulls} times")
+    if found.last:
+        print(
+            f"a cable that stayed out was noticed after {found.noticed_after:.1f} s: {found.last}"
+        )
+    if found.skipped:
+        print(f"skipped: {found.skipped}")
+    for line in found.wrong:
+        print(line)
+    return bool(found.wrong)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.rpc import outgoing
+from telegrad.rpc import cargo, outgoing
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.node import current_node
 from tests.rpc import functions
@@ -356,6 +356,59 @@ def test_methods_of_a_value_that_does_not_come_hold_no_thread(make_job: MakeJob)
     job["a"].do(ask_in_vain, "b", 30)
     assert job["b"].do(threading.active_count) < before + 10
     assert job["a"].do(ask_and_make, "b") == 42
+
+
+# Back-pressure.
+
+
+def flood(to: str, calls: int, size: int, most: int) -> tuple[int, int]:
+    """Make large calls without waiting for any; the most bytes that were in flight at a time."""
+    cargo.MOST = most
+    futures, peak = [], 0
+    x = torch.ones(size, dtype=torch.uint8)
+    for number in range(calls):
+        futures.append(rpc.rpc_async(to, take_slowly, args=(x,)))
+        in_flight = len(rpc.debug_info()["calls in flight"])
+        peak = max(peak, in_flight * size)
+        if number == 0:
+            assert in_flight == 1
+    return peak, sum(future.wait() for future in futures)
+
+
+def take_slowly(x: torch.Tensor) -> int:
+    time.sleep(0.005)
+    return len(x)
+
+
+def peak_memory_kb() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_fast_sender_to_a_slow_receiver_stays_within_the_stated_bytes(
+    make_job: MakeJob, transport: str
+) -> None:
+    job = make_job("a", "b", host="127.0.0.1", transports=(transport,))
+    size, most = 1 << 20, 8 << 20
+    job["a"].do(flood, "b", 16, size, most)
+    before = job["a"].do(peak_memory_kb), job["b"].do(peak_memory_kb)
+    peak, taken = job["a"].do(flood, "b", 300, size, most)
+    assert taken == 300 * size
+    # What is counted may have been settled just before it was unloaded: two more at most.
+    assert peak <= most + 2 * size
+    after = job["a"].do(peak_memory_kb), job["b"].do(peak_memory_kb)
+    for early, late in zip(before, after, strict=True):
+        assert late - early < 8 * most // 1024
+
+
+def one_call_beyond_all_bounds(to: str) -> int:
+    cargo.MOST = 1000
+    return int(rpc.rpc_sync(to, take_slowly, args=(torch.ones(100_000),)))
+
+
+def test_one_call_may_be_larger_than_what_may_be_in_flight(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    assert job["a"].do(one_call_beyond_all_bounds, "b") == 100_000
 
 
 # Leaving.

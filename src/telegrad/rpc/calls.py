@@ -149,6 +149,10 @@ class Calls:
         table = self._to.get(callee)
         return None if table is None else table.pop(call_id, None)
 
+    def is_open(self, callee: int, call_id: int) -> bool:
+        table = self._to.get(callee)
+        return table is not None and call_id in table
+
     def in_flight(self, callee: int) -> int:
         table = self._to.get(callee)
         return 0 if table is None else len(table)

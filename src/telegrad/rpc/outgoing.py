@@ -20,9 +20,11 @@ import select
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.calls import Pending, latched
+from telegrad.rpc.cargo import Cargo, weigh
 from telegrad.rpc.members import Member
 from telegrad.rpc.watch import ENDED, READABLE
 from telegrad.wire.codec import Packed
@@ -54,6 +56,7 @@ class Outgoing:
         self._heir: Pending | None = None
         self._armed = False
         self._completed: list[Pending] = []
+        self._cargo = Cargo(partial(agent.node.calls.is_open, member.info.id))
         link.while_blocked = self._read_while_blocked
         link.nudge = agent.watch.poke
         self._adopt_stream()
@@ -282,8 +285,11 @@ class Outgoing:
     def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
         worker = self.member.info.id
         in_flight = self.agent.node.calls.in_flight(worker)
-        if in_flight > MAX_CALLS_IN_FLIGHT and not self.agent.serving():
-            self._await_room(pending)
+        size = weigh(packed)
+        if in_flight > MAX_CALLS_IN_FLIGHT or (
+            size and not self._cargo.load(pending.call_id, size)
+        ):
+            self._await_room(pending, size)
             if pending.done:
                 self.agent.node.never_left(pending)
                 self.agent.complete_elsewhere([pending])
@@ -311,21 +317,29 @@ class Outgoing:
         if not self._reading:
             self.arm()
 
-    def _await_room(self, pending: Pending) -> None:
-        """Back-pressure: while too many calls are in flight, wait until enough of them have ended.
+    def _await_room(self, pending: Pending, size: int) -> None:
+        """Back-pressure: while too much is in flight, wait until enough of it has ended.
 
-        Any of them may end first, and the oldest may wait for a later one. Threads that serve a
+        Any call may end first, and the oldest may wait for a later one. Threads that serve a
         request are let through: were they held up, nested calls could wait for each other.
         """
+        if self.agent.serving():
+            self._cargo.force(pending.call_id, size)
+            return
         node = self.agent.node
         self.link.flush(pending.deadline)
-        while node.calls.in_flight(self.member.info.id) > MAX_CALLS_IN_FLIGHT and not self.gone:
+        while not self.gone and not self._has_room(pending, size):
             if pending.deadline <= node.runtime.now():
                 node.calls.expire_one(pending)
             if pending.done:
                 return
             if not self._read_some():
                 time.sleep(PAUSE_FOR_ROOM)
+
+    def _has_room(self, pending: Pending, size: int) -> bool:
+        if self.agent.node.calls.in_flight(self.member.info.id) > MAX_CALLS_IN_FLIGHT:
+            return False
+        return not size or self._cargo.load(pending.call_id, size)
 
     def _read_some(self) -> bool:
         """Read what has come, if nobody else reads."""

@@ -1,0 +1,56 @@
+"""How many bytes of arguments are on their way to, or in the hands of, one other worker.
+
+A callee that is slow holds the arguments of every call that it has not answered, so a caller that
+does not wait could fill its memory. Each caller therefore has no more than `MOST` bytes of
+arguments in calls that are not settled; who wants to send more waits until others have ended. One
+call may be larger, but then it goes alone. Calls with next to no arguments are not weighed: their
+number is bounded anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+
+from telegrad.wire.codec import Packed
+
+MOST = 256 << 20
+LIGHT = 1 << 12
+MANY = 1 << 10
+
+
+def weigh(packed: Packed) -> int:
+    """The bytes of a message that is worth weighing, else 0."""
+    if not packed.buffers and len(packed.meta) < LIGHT:
+        return 0
+    return len(packed.meta) + sum(buffer.nbytes for buffer in packed.buffers)
+
+
+class Cargo:
+    """`is_open(call_id)` tells whether a call is still not settled."""
+
+    def __init__(self, is_open: Callable[[int], bool]) -> None:
+        self._is_open = is_open
+        self._lock = Lock()
+        self._loads: dict[int, int] = {}
+        self._weight = 0
+
+    def load(self, call_id: int, size: int) -> bool:
+        """Take a call along. False: it has to wait."""
+        with self._lock:
+            if self._weight + size > MOST or len(self._loads) > MANY:
+                self._unload()
+                if self._loads and self._weight + size > MOST:
+                    return False
+            self._loads[call_id] = size
+            self._weight += size
+            return True
+
+    def force(self, call_id: int, size: int) -> None:
+        with self._lock:
+            self._loads[call_id] = size
+            self._weight += size
+
+    def _unload(self) -> None:
+        for call_id in [call_id for call_id in self._loads if not self._is_open(call_id)]:
+            self._weight -= self._loads.pop(call_id)

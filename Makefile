@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 JOBS   ?= 2
 
 .PHONY: help test unit demo lint format types bench-rpc bench-autograd bench-train bench-compile \
-        bench-tls compile-report programs fuzz strangers chaos soak slow clean
+        bench-tls compile-report programs fuzz strangers chaos soak conformance slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -67,6 +67,9 @@ chaos: $(READY)  ## training under kills, stops, cuts and delays: right or a nam
 
 soak: $(READY)  ## a million calls, 100,000 contexts, random faults: nothing grows
 	$(BIN)/python -m tests.chaos.soak $(ARGS)
+
+conformance: $(READY)  ## PyTorch's own RPC suites on telegrad; ARGS="--stock", "--repeat 3", "-k REGEX"
+	$(BIN)/python -m tests.conformance $(ARGS)
 
 slow: $(READY)  ## the tests that are too long for make test
 	$(BIN)/pytest -m slow $(ARGS)

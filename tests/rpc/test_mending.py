@@ -217,3 +217,40 @@ def test_a_connection_cut_under_a_blocked_writer_is_mended(
     job = make_job("a", "b", **options)
     for _ in range(3):
         assert job["a"].do(send_large_and_cut, "b")
+
+
+def hold_visitors() -> None:
+    """From now on this worker takes its time between the handshake and the making of a link."""
+    agent = current_node().transport
+    assert isinstance(agent, Agent)
+    welcome, admit = agent._welcome, agent._admit
+
+    def hold(visitor: Any) -> None:
+        functions.wait_event("visitors may enter")
+        welcome(visitor)
+
+    def announce(session: list[str], hello: Any) -> Any:
+        functions.set_event(f"asks for {hello.purpose}")
+        return admit(session, hello)
+
+    agent._welcome = hold  # type: ignore[method-assign]
+    agent._admit = announce  # type: ignore[method-assign]
+
+
+def cut_before_the_link_is_made(to: str) -> str:
+    pending = rpc.rpc_async(to, functions.who_am_i)
+    assert cut_links("outgoing") == 1
+    name: str = pending.wait()
+    return name
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_a_connection_that_is_cut_before_the_callee_has_made_its_link_is_mended(
+    make_job: MakeJob, options: dict[str, Any]
+) -> None:
+    job = make_job("a", "b", **options)
+    job["b"].do(hold_visitors)
+    called = job["a"].begin(cut_before_the_link_is_made, "b")
+    job["b"].do(functions.wait_event, "asks for resume")
+    job["b"].do(functions.set_event, "visitors may enter")
+    assert called.result(30) == "b"

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,7 @@ class Agent:
         self._incoming: dict[int, Incoming] = {}
         self._connecting: dict[int, threading.Lock] = {}
         self._ended: set[int] = set()
+        self._entering: set[str] = set()
         self.lookout = Lookout(self, meeting.key, liveness)
         meeting.silence = liveness
         self._announced = threading.Event()
@@ -298,13 +299,31 @@ class Agent:
                 time.sleep(PAUSE_BEFORE_RETRY)
 
     def _greet(self, connection: socket.socket, listener: socket.socket) -> None:
+        session: list[str] = []
         try:
-            visitor = greet(self._meeting, self.node.info, connection, listener, self._admit)
+            visitor = self._meet_visitor(connection, listener, partial(self._admit, session))
+            if visitor is not None:
+                self._receive(visitor)
+        finally:
+            with self.silence:
+                self._entering.difference_update(session)
+                self.silence.notify_all()
+
+    def _meet_visitor(
+        self,
+        connection: socket.socket,
+        listener: socket.socket,
+        admit: Callable[[Hello], Refuse | int],
+    ) -> Visitor | None:
+        try:
+            return greet(self._meeting, self.node.info, connection, listener, admit)
         except (HandshakeError, OSError):
             connection.close()
-            return
+            return None
         finally:
             self._reception.has_gone(connection)
+
+    def _receive(self, visitor: Visitor) -> None:
         if visitor.hello.purpose == "probe":
             visitor.stream.close()
         elif visitor.hello.purpose == "resume":
@@ -312,8 +331,12 @@ class Agent:
         else:
             self._welcome(visitor)
 
-    def _admit(self, hello: Hello) -> Refuse | int:
-        """Whether a worker that proved the key may enter; and what we have seen of its session."""
+    def _admit(self, session: list[str], hello: Hello) -> Refuse | int:
+        """Whether a worker that proved the key may enter; and what we have seen of its session.
+
+        A new session is noted in `session`. For its caller it begins with our answer, and may break
+        and be resumed before the thread that answered has made the link.
+        """
         if self._closed:
             return Refuse(f"worker {self.node.info.name!r} is shutting down")
         try:
@@ -331,7 +354,12 @@ class Agent:
             return 0
         self._announced.wait(PATIENCE)
         if hello.purpose != "resume":
+            session.append(hello.session)
+            with self.silence:
+                self._entering.add(hello.session)
             return 0
+        with self.silence:
+            self.silence.wait_for(lambda: hello.session not in self._entering, PATIENCE / 2)
         incoming = self._incoming.get(hello.worker_id)
         if incoming is None or incoming.session != hello.session:
             return Refuse(f"worker {self.node.info.name!r} knows nothing of that session")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import Pending, describe_target
 from telegrad.rpc.crossing import Scope
-from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.errors import TelegradError, WorkerLost
 from telegrad.rpc.node import Node, current_node
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed
@@ -238,6 +238,10 @@ class _LateAgent(Agent):
 
 
 def _call_late(agent: Agent, pending: Pending, packed: Packed, note: bytes) -> None:
+    if not agent.knows(pending.callee.id):
+        # By itself a call does not leave if its time is over before its worker was met.
+        with suppress(WorkerLost):
+            agent._reach(pending.callee.id)
     Agent.call(agent, pending, packed, note)
     # Who waits for it may have begun before there was a link to read.
     agent.attend(pending)

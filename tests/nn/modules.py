@@ -75,6 +75,16 @@ def call_it(module: RemoteModule, x: Tensor) -> Tensor:
     return result
 
 
+class Doubles(nn.Module):
+    def forward(self, x: list[Tensor] | Tensor) -> Tensor:
+        return 2 * (x[0] if isinstance(x, list) else x)
+
+
+def values_kept() -> int:
+    """How many values this worker owns that somebody may ask for."""
+    return int(rpc.debug_info()["references"]["values"])
+
+
 def bytes_moved() -> int:
     """How many bytes this worker has sent to and received from all others."""
     return sum(sent + received for sent, received in rpc.debug_info()["bytes"].values())

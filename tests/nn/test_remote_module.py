@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -120,6 +121,24 @@ def test_activations_between_two_remote_modules_do_not_pass_through_the_caller()
     through_here, past_here = round_trip(lazy=False), round_trip(lazy=True)
     print(f"bytes at the caller: {past_here} lazily, {through_here} otherwise")
     assert past_here < 10_000 < 4 * activation <= through_here
+
+
+def test_a_chain_of_lazy_calls_keeps_what_it_needs_and_no_more() -> None:
+    """Each value is only lent to the next call, and goes when that call has ended."""
+    layers = [RemoteModule(worker, modules.Doubles) for worker in ("worker1", "worker2")]
+    before = [kept_on(worker) for worker in ("worker1", "worker2")]
+    value: Any = torch.ones(1)
+    for _ in range(10):
+        for layer in layers:
+            value = layer.lazy([value])
+    assert value.to_here().item() == 2.0**20
+    deadline = time.monotonic() + 20
+    while [kept_on("worker1"), kept_on("worker2")] != [before[0], before[1] + 1]:
+        assert time.monotonic() < deadline, "only the last value is still wanted"
+
+
+def kept_on(worker: str) -> int:
+    return int(rpc.rpc_sync(worker, modules.values_kept))
 
 
 def test_then_goes_on_where_the_value_is() -> None:

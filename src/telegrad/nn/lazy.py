@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from telegrad import autograd
 from telegrad.nn.ambient import Ambient, ambient, under
 from telegrad.rpc import RRef, WorkerInfo, remote, rpc_sync
+from telegrad.rpc.rref import Loan, remote_method
 
 T = TypeVar("T")
 
@@ -61,9 +62,33 @@ def _backward(
     autograd.backward(context_id, [lazy.to_here(timeout)], timeout=timeout, **options)
 
 
-def resolve(value: Any) -> Any:
-    """The value with each `Lazy` in it (in lists, tuples and dicts) replaced by what it is."""
+def lazily(module: RRef[Any], timeout: float | None, request: tuple[Any, ...]) -> Lazy[Any]:
+    """What `forward(*request)` of a hosted module or stage will return, left there."""
+    lenders: list[RRef[Any]] = []
+    named = lent(request, lenders)
+    return Lazy(remote_method(module, timeout, "forward", named, {}, tuple(lenders)))
+
+
+def lent(value: Any, lenders: list[RRef[Any]]) -> Any:
+    """The value with each `Lazy` in it (in lists, tuples and dicts) as a loan; notes who lends."""
     kind = type(value)
+    if kind is Lazy:
+        lenders.append(value.rref)
+        return Loan.of(value.rref)
+    if kind is tuple:
+        return tuple([lent(item, lenders) for item in value])
+    if kind is list:
+        return [lent(item, lenders) for item in value]
+    if kind is dict:
+        return {key: lent(item, lenders) for key, item in value.items()}
+    return value
+
+
+def resolve(value: Any) -> Any:
+    """The value with each `Lazy` and loan in it (in containers, too) replaced by what it is."""
+    kind = type(value)
+    if kind is Loan:
+        return value.take()
     if kind is Lazy:
         return value.to_here()
     if kind is tuple:

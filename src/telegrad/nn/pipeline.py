@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from telegrad import autograd
 from telegrad.autograd import AutogradError
 from telegrad.nn.ambient import Ambient, ambient, under
-from telegrad.nn.lazy import Lazy
+from telegrad.nn.lazy import Lazy, lazily
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.stage import HostedStage, Turn, make_stage
 from telegrad.rpc import RRef, rpc_async, rpc_sync
@@ -174,10 +174,9 @@ class Pipeline(nn.Module):
         """Let a micro-batch pass through all stages; the output stays at the last."""
         around = ambient()
         first, *others = self._hosted
-        call = (turn, around, (part.x,), part.kwargs)
-        value: Lazy[Any] = Lazy(first.remote(self.timeout).forward(*call))
+        value = lazily(first, self.timeout, (turn, around, (part.x,), part.kwargs))
         for hosted in others:
-            value = Lazy(hosted.remote(self.timeout).forward(turn, around, (value,), {}))
+            value = lazily(hosted, self.timeout, (turn, around, (value,), {}))
         return value
 
     def _at_the_end(self, call: tuple[Any, ...]) -> Any:

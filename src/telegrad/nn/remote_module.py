@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 
 from telegrad.nn.ambient import ambient
 from telegrad.nn.hosted import HostedModule, host
-from telegrad.nn.lazy import Lazy
+from telegrad.nn.lazy import Lazy, lazily, lent
 from telegrad.rpc import CallFuture, RRef, TelegradError, WorkerInfo, rpc_sync
 from telegrad.rpc.rref import begin_method, finish_method
 from telegrad.wire.codec import extend
@@ -101,8 +101,9 @@ class RemoteModule(nn.Module):
         """Run the module on its worker and wait. `Lazy` arguments are fetched by that worker."""
         if is_dynamo_compiling():
             return self.rref.rpc_sync(self.timeout).forward_under(*_modes(), args, kwargs)
-        call = begin_method(self.rref, self.timeout, "forward", (ambient(), args, kwargs))
-        return finish_method(self.rref, call)
+        lenders: list[RRef[Any]] = []  # kept while this waits
+        request = (ambient(), lent(args, lenders), lent(kwargs, lenders))
+        return finish_method(self.rref, begin_method(self.rref, self.timeout, "forward", request))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
         """As a call, but gives a future at once. Hooks of this object do not run."""
@@ -116,7 +117,7 @@ class RemoteModule(nn.Module):
     def lazy(self, *args: Any, **kwargs: Any) -> Lazy[Any]:
         """As a call, but the result stays on the worker. Hooks of this object do not run."""
         _refuse_in_graph("Lazy results")
-        return Lazy(self.rref.remote(self.timeout).forward(ambient(), args, kwargs))
+        return lazily(self.rref, self.timeout, (ambient(), args, kwargs))
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(module, *args, **kwargs)` on the worker, with the module itself.

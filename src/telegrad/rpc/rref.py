@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch.compiler import is_dynamo_compiling
@@ -333,6 +335,57 @@ def finish_method(rref: RRef[Any], pending: Pending) -> Any:
     return rref._node.wait(pending)
 
 
+def remote_method(
+    rref: RRef[Any],
+    timeout: float | None,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lenders: tuple[RRef[Any], ...] = (),
+) -> RRef[Any]:
+    """A reference to what a method of the value will return.
+
+    `lenders` are kept until that is there: the call names their values as loans.
+    """
+    call = (tuple(rref._reference), name, args, kwargs)
+    keep = partial(_let_go, lenders) if lenders else None
+    made = remote_reference(
+        rref._node, rref.owner(), call_method_of, call, None, timeout, on_created=keep
+    )
+    assert made._creation is not None
+    made._creation.target = _Method(rref, name)
+    return made
+
+
+def _let_go(lenders: tuple[RRef[Any], ...], pending: Pending) -> None:
+    """To be called once is to be forgotten, and the lenders with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A value that a call only names, for the time of that call.
+
+    The caller keeps its own reference until the call has ended, so its owner need not be told of
+    one more. Who runs the call takes the value out of the loan, and never keeps the loan itself.
+    """
+
+    reference: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rref: RRef[Any]) -> Loan:
+        rref._check_usable("its value could be lent")
+        return cls(tuple(rref._reference))
+
+    def take(self) -> Any:
+        """The value on this worker: waits for it, and raises what went wrong in its making."""
+        node = current_node()
+        reference = read_reference(self.reference)
+        if reference.owner == node.info.id:
+            return node.values.value(reference, node.timeout)
+        owner = node.members.member(reference.owner).info
+        return node.wait(node.call(owner, "fetch", (self.reference,), None))
+
+
 def _invoke_sync(
     rref: RRef[Any], timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -351,11 +404,7 @@ def _invoke_async(
 def _invoke_remote(
     rref: RRef[Any], timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RRef[Any]:
-    call = (tuple(rref._reference), name, args, kwargs)
-    made = remote_reference(rref._node, rref.owner(), call_method_of, call, None, timeout)
-    assert made._creation is not None
-    made._creation.target = _Method(rref, name)
-    return made
+    return remote_method(rref, timeout, name, args, kwargs)
 
 
 @export
@@ -416,10 +465,12 @@ extend(
 )
 
 __all__ = [
+    "Loan",
     "RRef",
     "State",
     "begin_method",
     "call_method",
     "finish_method",
+    "remote_method",
     "remote_reference",
 ]

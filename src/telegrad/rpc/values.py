@@ -477,7 +477,12 @@ class Values:
             self._core.worker_lost(worker, reason)
             self._lanes.pop(worker, None)
             self._inboxes.pop(worker, None)
+            never = [r for r in self._waiters if self._core.state(r) is State.GONE]
+            waiters = [finish for r in never for finish in self._waiters.pop(r)]
+            self._changed.notify_all()
         self._act()
+        for finish in waiters:
+            finish(None, ReferenceLost(f"The worker that was to make the value is gone: {reason}"))
 
     def _introduce(self) -> None:
         """Members that joined since we last looked."""

@@ -4,8 +4,8 @@ Trainers have their shares of the digits (scikit-learn's). In each step a traine
 from the servers and computes its loss; the gradients return the way the weights came, are added up
 on the servers, and the servers step. Nobody writes a "push": it is the backward pass of the pull.
 
-Everything is saved every few steps. `--kill-at STEP` kills a server in the middle: the job is
-started again and goes on from the last checkpoint.
+Everything is saved every few steps. `--kill-at STEP` kills a worker in the middle. It alone is
+started anew, the others stay, and training goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -101,18 +101,22 @@ def accuracy(weights: Weights, data: Digits) -> float:
 
 @dataclass
 class Story:
-    """What happens to one training, over all its restarts."""
+    """What happens to one training, whoever dies meanwhile."""
 
     directory: Path
     save_every: int
     kill_at: int | None
-    kill_worker: str
+    victim: str
     made: list[int] = field(default_factory=list)  # every step, again if it was made again
+    processes: list[dict[str, int]] = field(default_factory=list)  # of all workers, at each start
+
+    def begin(self, workers: list[str]) -> None:
+        self.processes.append({name: rpc.rpc_sync(name, os.getpid) for name in workers})
 
     def before(self, step: int) -> None:
         if step == self.kill_at:
             self.kill_at = None
-            os.kill(rpc.rpc_sync(self.kill_worker, os.getpid), signal.SIGKILL)
+            os.kill(self.processes[-1][self.victim], signal.SIGKILL)
 
     def after(self, step: int, contents: dict[str, Any], losses: list[float]) -> None:
         self.made.append(step)
@@ -121,10 +125,20 @@ class Story:
 
     def resume(self, contents: dict[str, Any]) -> list[float]:
         """The losses of the steps that need not be made again."""
-        if not (self.directory / ".metadata").exists():
+        if not checkpoint.exists(self.directory):
             return []
         losses: list[float] = checkpoint.load(self.directory, {**contents, "losses": []})["losses"]
         return losses
+
+    def tell(self) -> None:
+        first, last = self.processes[0], self.processes[-1]
+        new = [name for name in first if first[name] != last[name]]
+        again = len(self.made) - len(set(self.made))
+        print(
+            f"Started anew: {', '.join(new) or 'nobody'}; "
+            f"the other {len(first) - len(new)} workers stayed. "
+            f"{again} steps had to be made again (it saves every {self.save_every})."
+        )
 
 
 def train_job(
@@ -183,14 +197,24 @@ def train_twin(trainers: int, data: Digits, steps: int, seed: int) -> Outcome:
     return train("one process", range(steps), step, lambda: accuracy(weights, data))
 
 
-def run_until_done(job: Callable[[], Outcome], workers: list[str]) -> Outcome:
-    """Start the job; when a worker is lost, start it again. It resumes by itself."""
-    for _ in range(MOST_RESTARTS):
-        try:
-            return telegrad.run(job, workers=workers)
-        except LOSSES as error:
-            print(f"{type(error).__name__}: {error}\nThe job is started again.")
-    return telegrad.run(job, workers=workers)
+def run_until_done(job: Callable[[], Outcome], workers: list[str], story: Story) -> Outcome:
+    """Make the job. When a worker is lost, wait for the one in its place and make the rest."""
+
+    def attempt() -> Outcome:
+        story.begin(workers)
+        return job()
+
+    def persist() -> Outcome:
+        for _ in range(MOST_RESTARTS):
+            try:
+                return attempt()
+            except LOSSES as error:
+                print(f"{type(error).__name__}: {error}\nThe last checkpoint is loaded.")
+            for worker in workers:
+                rpc.wait_for_worker(worker)
+        return attempt()
+
+    return telegrad.run(persist, workers=workers, restarts=MOST_RESTARTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,23 +222,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--servers", type=int, default=2, help="that share the weights (2)")
     parser.add_argument("--checkpoint", type=Path, help="directory to save in and to resume from")
     parser.add_argument("--save-every", type=int, default=20, help="steps (20)")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill a server before it")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill a worker before it")
+    parser.add_argument("--kill", default="server1", metavar="WORKER", help="which (server1)")
     chosen = parser.parse_args(argv)
     servers, trainers = names("server", chosen.servers), names("trainer", chosen.workers)
     data = load_digits()
     with tempfile.TemporaryDirectory() as scratch:
         directory = chosen.checkpoint or Path(scratch)
-        story = Story(directory, chosen.save_every, chosen.kill_at, servers[0])
+        story = Story(directory, chosen.save_every, chosen.kill_at, chosen.kill)
         job = run_until_done(
             lambda: train_job(servers, trainers, data, chosen.steps, chosen.seed, story),
             [*servers, *trainers],
+            story,
         )
-    if chosen.kill_at is not None:
-        again = len(story.made) - len(set(story.made))
-        print(
-            f"{servers[0]} was killed before step {chosen.kill_at}; "
-            f"{again} steps had to be made again (it saves every {chosen.save_every})."
-        )
+    story.tell()
     twin = train_twin(len(trainers), data, chosen.steps, chosen.seed)
     return show("test accuracy", job, twin)
 

@@ -48,9 +48,10 @@ def test_the_job_is_equal_to_its_twin(name: str, capsys: pytest.CaptureFixture[s
     assert "100%" in printed.err, "the progress bar came to its end"
 
 
-def test_a_killed_server_costs_the_steps_since_the_last_checkpoint() -> None:
+@pytest.mark.parametrize("victim", ["server1", "trainer2"])
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(victim: str) -> None:
     """Saved after 6 steps, killed after 8: these two are made again, with the same losses."""
-    story = ("--steps", "10", "--save-every", "3", "--kill-at", "8")
+    story = ("--steps", "10", "--save-every", "3", "--kill-at", "8", "--kill", victim)
     done = subprocess.run(
         [sys.executable, EXAMPLES / "parameter_server.py", *story],
         capture_output=True,
@@ -58,16 +59,34 @@ def test_a_killed_server_costs_the_steps_since_the_last_checkpoint() -> None:
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "The job is started again." in done.stdout
-    assert "server1 was killed before step 8; 2 steps had to be made again" in done.stdout
+    assert f"Started anew: {victim}; the other 3 workers stayed." in done.stdout, done.stdout
+    assert "2 steps had to be made again" in done.stdout
     assert "The losses of all 10 steps agree" in done.stdout
     job, twin = rows_of(done.stdout)["test accuracy"]
     assert job == pytest.approx(twin, abs=2e-4)
 
 
+def test_activations_do_not_pass_through_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    code = importlib.import_module("bytes_per_worker").main(("--rows", "64", "--width", "1024"))
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    rows = {
+        (sender, receiver): (int(through.replace(",", "")), int(past.replace(",", "")))
+        for sender, receiver, through, past in re.findall(
+            r"^(\w+) +(\w+) +([\d,]+) +([\d,]+)$", printed, re.MULTILINE
+        )
+    }
+    activation = 64 * 1024 * 4
+    for pair, (through, past) in rows.items():
+        between_workers = "main" not in pair
+        assert (past > activation) is between_workers, (pair, past)
+        assert (through > activation) is not between_workers, (pair, through)
+    assert len(rows) == 6
+
+
 def test_every_example_is_tried_here() -> None:
     scripts = {script.stem for script in EXAMPLES.glob("*.py")}
-    assert scripts == {*SMALL, "parameter_server", "twins"}
+    assert scripts == {*SMALL, "parameter_server", "bytes_per_worker", "twins"}
 
 
 def outcome(*losses: float) -> Any:

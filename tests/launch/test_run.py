@@ -55,6 +55,30 @@ def test_functions_and_classes_of_the_script_are_known_to_workers(tmp_path: Path
     assert done.stdout.strip() == "workers 3 ['--x']"
 
 
+OPTIMIZES = """
+import sys
+import telegrad
+import telegrad.optim
+
+def knows_dynamo():
+    return "torch._dynamo" in sys.modules
+
+def main():
+    print(knows_dynamo(), telegrad.rpc.rpc_sync("worker1", knows_dynamo))
+
+if __name__ == "__main__":
+    telegrad.run(main, workers=1)
+"""
+
+
+def test_what_the_first_optimizer_imports_is_imported_once_for_all_workers(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(OPTIMIZES)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "True"], "main itself makes no torch optimizer"
+
+
 def test_an_error_in_a_remote_call_reaches_the_caller_of_run() -> None:
     def main() -> None:
         rpc.rpc_sync("ps", os.stat, args=("/nowhere/at/all",))

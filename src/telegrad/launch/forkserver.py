@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import os
 import pickle
 import selectors
@@ -85,11 +86,18 @@ def prepare(orders: Orders) -> Conduct:
     sys.argv[:] = orders.argv
     if orders.main is not None and not orders.main_in_each:
         install_main(orders.main)
+    _import_for_all()
     conduct: Conduct = pickle.loads(orders.conduct)
     # The collector would otherwise touch, and so copy, every page that the workers share.
     gc.collect()
     gc.freeze()
     return conduct
+
+
+def _import_for_all() -> None:
+    """What every worker would import by itself, for seconds, when it makes its first optimizer."""
+    if "telegrad.optim" in sys.modules:
+        importlib.import_module("torch._dynamo")
 
 
 def _has_threads() -> bool:

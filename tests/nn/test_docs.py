@@ -1,0 +1,75 @@
+"""The examples of docs/training.md run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from telegrad import autograd, checkpoint, rpc
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer, GradScaler, StepFailed
+from tests.rpc.fleet import ROOT
+
+TEXT = (ROOT / "docs" / "training.md").read_text()
+SCRIPT, MIXED_PRECISION, AFTER_A_LOSS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_the_script_trains_and_saves(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, path], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.exists(tmp_path / "run" / "last")
+
+
+@pytest.mark.usefixtures("workers")
+def test_the_mixed_precision_step_changes_both_modules() -> None:
+    encoder = RemoteModule("worker1", nn.Linear, (8, 4))
+    decoder = RemoteModule("worker2", nn.Linear, (4, 1))
+    names = {
+        "autograd": autograd,
+        "torch": torch,
+        "nn": nn,
+        "encoder": encoder,
+        "decoder": decoder,
+        "optimizer": DistributedOptimizer(torch.optim.SGD, [encoder, decoder], lr=0.1),
+        "scaler": GradScaler(),
+        "x": torch.randn(4, 8),
+        "y": torch.ones(4, 1),
+    }
+    before = [module.state_dict()["weight"] for module in (encoder, decoder)]
+    exec(MIXED_PRECISION, names)
+    after = [module.state_dict()["weight"] for module in (encoder, decoder)]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.usefixtures("workers")
+def test_after_a_loss_training_is_tried_again() -> None:
+    outcomes = [rpc.WorkerLost("gone"), StepFailed({}, (), undone=False), "trained"]
+
+    def train() -> object:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    workers = ["worker1", "worker2"]
+    names = {
+        "rpc": rpc,
+        "autograd": autograd,
+        "StepFailed": StepFailed,
+        "train": train,
+        "WORKERS": workers,
+    }
+    exec(AFTER_A_LOSS, names)
+    assert names["main"]() == "trained"  # type: ignore[operator]

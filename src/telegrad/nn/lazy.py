@@ -3,6 +3,10 @@
 A `Lazy` stands for what a remote call will return. Given to another remote module, it is fetched by
 that module's worker from the worker that has it: the activation goes straight from one to the
 other, and so does its gradient in the backward pass. The caller sends and receives a few bytes.
+
+The module's worker needs the value for the time of the call only, and so the value is *lent* to it:
+the call names it, the caller keeps its own reference until the call has ended, and the owner is
+told nothing. A `Lazy` that is sent in any other way is a reference of its own.
 """
 
 from __future__ import annotations

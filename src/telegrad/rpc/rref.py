@@ -373,7 +373,7 @@ class Loan:
 
     @classmethod
     def of(cls, rref: RRef[Any]) -> Loan:
-        rref._check_usable("its value could be lent")
+        rref._check_usable("lending its value")
         return cls(tuple(rref._reference))
 
     def take(self) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,20 +47,18 @@ def test_the_job_is_equal_to_its_twin(name: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("victim", ["server1", "trainer2"])
-def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(victim: str) -> None:
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
+    victim: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Saved after 6 steps, killed after 8: these two are made again, with the same losses."""
     story = ("--steps", "10", "--save-every", "3", "--kill-at", "8", "--kill", victim)
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "parameter_server.py", *story],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Started anew: {victim}; the other 3 workers stayed." in done.stdout, done.stdout
-    assert "2 steps had to be made again" in done.stdout
-    assert "The losses of all 10 steps agree" in done.stdout
-    job, twin = rows_of(done.stdout)["test accuracy"]
+    code = importlib.import_module("parameter_server").main(story)
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert f"Started anew: {victim}; the other 3 workers stayed." in printed
+    assert "2 steps had to be made again" in printed
+    assert "The losses of all 10 steps agree" in printed
+    job, twin = rows_of(printed)["test accuracy"]
     assert job == pytest.approx(twin, abs=2e-4)
 
 

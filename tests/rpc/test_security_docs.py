@@ -44,4 +44,4 @@ def test_the_limits_are_those_that_the_text_tells() -> None:
         limits = (default_limits(trust) for trust in (Trust.CODE, Trust.DATA))
         assert told[field.name] == tuple(getattr(each, field.name) for each in limits)
     assert f"At most {reception.PLACES} such connections are held, {meeting.PATIENCE:g} s" in TEXT
-    assert f"{reception.PER_SECOND} per second are let in" in TEXT
+    assert f"{reception.PER_SECOND} per second (after a burst of {reception.BURST:,})" in TEXT

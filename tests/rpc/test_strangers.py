@@ -21,6 +21,7 @@ from telegrad.wire.address import TcpAddress, UnixAddress, parse_address
 from telegrad.wire.frames import HEADER, Kind
 from tests.rpc import functions
 from tests.rpc.fleet import Job
+from tests.rpc.strangers import processor_time_of
 
 MakeJob = Callable[..., Job]
 UNIX: dict[str, Any] = {}
@@ -154,13 +155,6 @@ def allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def processor_time_of(seconds: float) -> float:
-    """How much the process works while it has nothing to do."""
-    before = time.process_time()
-    time.sleep(seconds)
-    return time.process_time() - before
-
-
 def test_without_a_descriptor_left_a_worker_neither_spins_nor_dies(make_job: MakeJob) -> None:
     job = make_job("a", "b", "c", **TCP)
     [address] = job["b"].do(addresses)
@@ -184,10 +178,10 @@ def test_a_flood_of_visitors_is_let_in_at_a_bounded_rate(make_job: MakeJob) -> N
     [address] = job["b"].do(addresses)
     assert job["a"].do(call, "b", functions.who_am_i) == "b"
     job["b"].do(count_greetings)
-    for _ in range(1500):
+    for _ in range(reception.BURST + 500):
         visit(address).close()
     let_in, seconds = job["b"].do(greetings_counted)
-    assert let_in <= reception.PER_SECOND * (1 + seconds) + 1
+    assert let_in <= reception.BURST + reception.PER_SECOND * seconds + 1
     assert job["a"].do(call, "b", functions.who_am_i) == "b"
 
 

@@ -68,7 +68,6 @@ class TlsStream:
         self._sending = threading.Lock()
         self._ciphertext = memoryview(b"")
         self._uncounted = 0
-        self._buffer = memoryview(bytearray(_READ_BYTES))
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             self._shake_hands(deadline)
@@ -76,6 +75,8 @@ class TlsStream:
             shut_down(sock)
             raise TlsError(_explain(peer, error)) from None
         sock.settimeout(None)
+        # Only now: a stranger, of whom there may be many, gets no such piece of memory.
+        self._buffer = memoryview(bytearray(_READ_BYTES))
 
     def recv_into(self, view: memoryview) -> int:
         try:
@@ -133,10 +134,10 @@ class TlsStream:
                 self._set_deadline(deadline)
                 self._socket.sendall(self._outgoing.read())
             self._set_deadline(deadline)
-            size = self._socket.recv_into(self._buffer)
-            if size == 0:
+            received = self._socket.recv(_RECORD_BYTES)
+            if not received:
                 raise EOFError("the connection was closed")
-            self._incoming.write(self._buffer[:size])
+            self._incoming.write(received)
 
     def _set_deadline(self, deadline: float | None) -> None:
         if deadline is None:

@@ -411,6 +411,62 @@ def test_one_call_may_be_larger_than_what_may_be_in_flight(make_job: MakeJob) ->
     assert job["a"].do(one_call_beyond_all_bounds, "b") == 100_000
 
 
+# Descriptors.
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def call_all(names: list[str]) -> int:
+    gc.disable()
+    for name in names:
+        rpc.rpc_sync(name, call, args=(rpc.get_worker_info(), functions.nothing))
+    return descriptors()
+
+
+def descriptors_when_lost(count: int) -> int:
+    assert when_settled(lambda: len(rpc.debug_info()["lost workers"]) == count)
+    when_settled(lambda: descriptors() <= functions.kept, 5.0)
+    return descriptors()
+
+
+def keep_descriptors() -> int:
+    functions.kept = descriptors()
+    return functions.kept
+
+
+def test_links_of_lost_workers_free_their_descriptors_without_a_collection(
+    make_job: MakeJob,
+) -> None:
+    job = make_job("a", "b", "c", "d")
+    before = job["a"].do(keep_descriptors)
+    assert job["a"].do(call_all, ["b", "c", "d"]) > before
+    for name in "bcd":
+        job[name].kill()
+    assert job["a"].do(descriptors_when_lost, 3) <= before
+
+
+def cut_and_call(to: str, times: int) -> int:
+    """Break the connection again and again; how many descriptors that leaves."""
+    gc.disable()
+    rpc.rpc_sync(to, functions.nothing)
+    before = descriptors()
+    for _ in range(times):
+        for end in agent().ends():
+            end.link.mark_broken()
+        rpc.rpc_sync(to, functions.nothing)
+    when_settled(lambda: descriptors() <= before, 5.0)
+    return descriptors() - before
+
+
+def test_connections_that_were_mended_free_their_descriptors_without_a_collection(
+    make_job: MakeJob,
+) -> None:
+    job = make_job("a", "b")
+    assert job["a"].do(cut_and_call, "b", 20) <= 1
+
+
 # Leaving.
 
 

@@ -116,7 +116,15 @@ def test_a_worker_that_was_never_called_and_died_is_reported_as_unreachable(
     job = make_job("a", "b")
     job["b"].kill()
     message, _ = job["a"].do(call_until_lost, "b", functions.nothing)
-    assert "Worker 'b' is gone: it cannot be reached" in message
+    assert "Worker 'b' is gone: it" in message
+
+
+def test_a_worker_that_was_never_called_and_died_is_told_to_who_asked(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    job["a"].do(note_losses)
+    job["b"].kill()
+    [(name, reason)] = job["a"].do(losses_noted)
+    assert (name, reason) == ("b", "its process has ended")
 
 
 @pytest.mark.parametrize("options", TRANSPORTS)

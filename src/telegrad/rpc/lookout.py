@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 HEARS, EXPELLED = "hears", "expelled"
+UNMET_PER_LOOK = 32
 
 
 class Lookout:
@@ -37,6 +38,7 @@ class Lookout:
         self._liveness = liveness
         self._interval = min(0.5, liveness / 10)
         self._inquiry = min(1.0, liveness / 5)
+        self._turn = 0
         self._stopped_since: dict[int, float] = {}
         self._received: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._suspects: set[int] = set()
@@ -63,13 +65,14 @@ class Lookout:
         self._agent.watch.call_later(self._interval, self._look)
 
     def _look_at_processes(self) -> None:
-        """Look whether the processes that we are linked with are there and run.
+        """Look whether the processes of the others are there and run.
 
-        A killed one breaks its links and is noticed by that; a stopped one keeps them.
+        A killed one breaks its links and is noticed by that; a stopped one keeps them, and those
+        that we never met have none.
         """
         now = self._node.runtime.now()
         lose = self._agent.lose
-        for member in {end.member.info.id: end.member for end in self._agent.ends()}.values():
+        for member in self._due():
             worker, vital = member.info.id, _vital(member)
             if vital is Vital.DEAD:
                 lose(worker, "its process has ended")
@@ -79,6 +82,14 @@ class Lookout:
                 now - self._stopped_since.setdefault(worker, now) >= self._liveness - self._interval
             ):
                 lose(worker, f"its process has been stopped for {self._liveness:g} s")
+
+    def _due(self) -> list[Member]:
+        """Those that we are linked with, and some of the others in turn."""
+        linked = {end.member.info.id: end.member for end in self._agent.ends()}
+        rest = [member for member in self._others() if member.info.id not in linked]
+        first = self._turn % len(rest) if rest else 0
+        self._turn += UNMET_PER_LOOK
+        return [*linked.values(), *(rest[first:] + rest[:first])[:UNMET_PER_LOOK]]
 
     def _listen_for_signs(self) -> None:
         """Of workers that only their companions can tell of; what they send is a sign, too."""

@@ -59,13 +59,18 @@ class Threads:
         with self._lock:
             parked = self._parked.pop() if self._parked else None
         if parked is None:
-            threading.Thread(target=self._live, args=(work,), name="telegrad", daemon=True).start()
+            # A thread keeps its arguments for as long as it lives: they must not hold the work.
+            parked = _Parked()
+            parked.work = work
+            threading.Thread(
+                target=self._live, args=(parked,), name="telegrad", daemon=True
+            ).start()
         else:
             parked.work = work
             parked.latch.release()
 
-    def _live(self, work: Callable[[], object] | None) -> None:
-        parked = _Parked()
+    def _live(self, parked: _Parked) -> None:
+        work, parked.work = parked.work, None
         while work is not None:
             work()
             work = None

@@ -576,6 +576,8 @@ class Link:
             self._arena.close()
         if self._view is not None:
             self._view.close()
+        # Bound methods make circles, and what is in one keeps its descriptor until a collection.
+        self.while_blocked = self.nudge = _nobody_looks
 
 
 def _nobody_looks() -> None:

@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar
 from telegrad import autograd
 from telegrad.nn.ambient import Ambient, ambient, under
 from telegrad.rpc import RRef, WorkerInfo, remote, rpc_sync
-from telegrad.rpc.rref import Loan, remote_method
+from telegrad.rpc.loans import Loan
+from telegrad.rpc.rref import remote_method
 
 T = TypeVar("T")
 

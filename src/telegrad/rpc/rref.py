@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -361,31 +360,6 @@ def _let_go(lenders: tuple[RRef[Any], ...], pending: Pending) -> None:
     """To be called once is to be forgotten, and the lenders with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loan:
-    """A value that a call only names, for the time of that call.
-
-    The caller keeps its own reference until the call has ended, so its owner need not be told of
-    one more. Who runs the call takes the value out of the loan, and never keeps the loan itself.
-    """
-
-    reference: tuple[int, ...]
-
-    @classmethod
-    def of(cls, rref: RRef[Any]) -> Loan:
-        rref._check_usable("lending its value")
-        return cls(tuple(rref._reference))
-
-    def take(self) -> Any:
-        """The value on this worker: waits for it, and raises what went wrong in its making."""
-        node = current_node()
-        reference = read_reference(self.reference)
-        if reference.owner == node.info.id:
-            return node.values.value(reference, node.timeout)
-        owner = node.members.member(reference.owner).info
-        return node.wait(node.call(owner, "fetch", (self.reference,), None))
-
-
 def _invoke_sync(
     rref: RRef[Any], timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -465,7 +439,6 @@ extend(
 )
 
 __all__ = [
-    "Loan",
     "RRef",
     "State",
     "begin_method",

@@ -1,0 +1,39 @@
+"""Values that are lent to a call, for the time that it runs.
+
+To pass a reference on is to tell its owner: the receiver may keep it. A call that only needs the
+value while it runs, and whose caller keeps its own reference until then, can name the value
+instead. Then there is nothing to register, to confirm or to release.
+
+What must never happen: that a loan outlives its call. So loans are made of arguments just before a
+call leaves, and replaced by their values before the function sees them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from telegrad.rpc.node import current_node
+from telegrad.rpc.rref import RRef
+from telegrad.rpc.values import read_reference
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A value that a call names, whose caller keeps a reference to it."""
+
+    reference: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rref: RRef[Any]) -> Loan:
+        rref._check_usable("lending its value")
+        return cls(tuple(rref._reference))
+
+    def take(self) -> Any:
+        """The value on this worker: waits for it, and raises what went wrong in its making."""
+        node = current_node()
+        reference = read_reference(self.reference)
+        if reference.owner == node.info.id:
+            return node.values.value(reference, node.timeout)
+        owner = node.members.member(reference.owner).info
+        return node.wait(node.call(owner, "fetch", (self.reference,), None))

@@ -10,7 +10,8 @@ Refused: the worker says no more than its opening (42 bytes, a nonce) or TLS's o
 made, no worker is lost, nothing that the attacker sent is run, and nothing is written to its log.
 
 Not slowed: the median time of a call is measured in windows, in turn with and without the attack;
-each pair of windows gives a ratio, and the median ratio must not pass 1.1. Attackers keep a stated
+each pair of windows gives a ratio, and the median ratio must not pass 1.1. An attack has gone on
+for a second when its window begins. Attackers keep a stated
 pace, because they share the machine with the job: at full speed they would slow it by the
 processor time that they take themselves. The flood comes faster than a worker lets visitors in
 (`reception.PER_SECOND`). Beside the ratio stands what the attack costs the worker in processor
@@ -53,6 +54,7 @@ OPENING_BYTES = 42
 DRIPPING = 200
 LIMIT = 1.1
 WINDOW = 0.5
+LEAD = 1.0
 
 
 @dataclass(frozen=True)
@@ -323,8 +325,9 @@ class Battery:
             pair = {}
             for attacked in (False, True) if number % 2 else (True, False):
                 if attacked:
-                    attacking = self.stranger.begin(attack, name, self.target, WINDOW + 0.2)
-                    time.sleep(0.1)
+                    seconds = LEAD + WINDOW + 0.1
+                    attacking = self.stranger.begin(attack, name, self.target, seconds)
+                    time.sleep(LEAD)
                 pair[attacked] = self.job["a"].do(median_of_calls, WINDOW)
                 if attacked:
                     attacking.result(60)

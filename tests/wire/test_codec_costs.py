@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from telegrad.wire import tensors
-from telegrad.wire.codec import CodecError, Trust, extend, pack, unpack
+from telegrad.wire.codec import CodecError, Limits, Trust, extend, pack, unpack
 from telegrad.wire.errors import Unpackable
 from telegrad.wire.layouts import layout_of
 from telegrad.wire.tags import Tag
@@ -191,6 +191,22 @@ def test_zero_points_of_channels_outside_of_the_type_are_refused() -> None:
         "no such scale or zero point",
         [scales, struct.pack("<qq", 0, 1 << 40), numbers],
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tensor_stands_for_no_more_than_is_allowed(device: str) -> None:
+    """Expanded dimensions cost its sender nothing, and whoever uses the tensor everything."""
+    small, huge = (torch.ones(1, device=device).expand(n) for n in (4, 1 << 40))
+    limits = Limits(tensor_bytes=1 << 20)
+    for tensor in (small, huge):
+        packed = pack(tensor, None, Trust.DATA)
+        buffers = [bytearray(buffer) for buffer in packed.buffers]
+        assert unpack(packed.meta, buffers, trust=Trust.DATA).shape == tensor.shape
+        if tensor is huge:
+            with pytest.raises(CodecError, match="stands for 4398046511104 bytes"):
+                unpack(packed.meta, buffers, trust=Trust.DATA, limits=limits)
+        else:
+            unpack(packed.meta, buffers, trust=Trust.DATA, limits=limits)
 
 
 def test_decoding_takes_little_more_memory_than_the_message() -> None:

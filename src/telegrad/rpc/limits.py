@@ -18,7 +18,8 @@ class Limits:
     """Bounds on what arrives from each other worker. What passes one is refused."""
 
     message_bytes: int = 64 << 30
-    """Of one message, tensors included. A longer one ends the connection."""
+    """Of one message, tensors included; a longer one ends the connection. Also of the elements of
+    one tensor, those of expanded dimensions counted each time."""
     metadata_bytes: int = 1 << 30
     """Of one message without its tensors. Python objects take up to 110 times as much memory."""
     nesting: int = 200
@@ -42,7 +43,14 @@ class Limits:
         return frames.FrameLimits(self.message_bytes, self.metadata_bytes, self.tensors)
 
     def of_codec(self) -> trust.Limits:
-        return trust.Limits(self.metadata_bytes, self.nesting, self.items, self.tensors)
+        return trust.Limits(
+            self.metadata_bytes,
+            self.nesting,
+            self.items,
+            self.tensors,
+            # An expanded dimension takes no bytes in a message, and any number when it is used.
+            tensor_bytes=self.message_bytes,
+        )
 
 
 _OF_CODE = Limits()

@@ -325,6 +325,11 @@ def _read_dense(
     layout = read_layout(reader, limits.dims)
     if kind == _WHOLE:
         return _read_whole(layout, reader)
+    if layout.nbytes > limits.tensor_bytes:
+        raise CodecError(
+            f"a tensor of shape {layout.shape} stands for {layout.nbytes} bytes, more than the "
+            f"limit of {limits.tensor_bytes}"
+        )
     if kind == _STRETCH:
         return _read_stretch(layout, reader, storages)
     if kind == _META:

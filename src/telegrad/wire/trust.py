@@ -32,6 +32,8 @@ class Limits:
     """Entries of the tensor table."""
     dims: int = 64
     """Dimensions of one tensor; torch itself ends at 64."""
+    tensor_bytes: int = (1 << 63) - 1
+    """Bytes of the elements of one tensor, those of expanded dimensions counted each time."""
 
 
 LIMITS = Limits()

@@ -91,7 +91,10 @@ class Meeting:
         self.pulse = "{} {}".format(*self._companion.address)
 
     def address_of(self, listener: socket.socket) -> Address:
-        return self.addresses[self.listeners.index(listener)]
+        try:
+            return self.addresses[self.listeners.index(listener)]
+        except ValueError:
+            raise OSError("the door was closed before the visitor was greeted") from None
 
     def tls(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         if self._tls is None:

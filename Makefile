@@ -42,10 +42,10 @@ bench-train: $(READY)  ## a training step over remote parts, stock and telegrad 
 	$(BIN)/python -m benchmarks.train
 
 bench-compile: $(READY)  ## a compiled step beside the eager one
-	$(BIN)/python benchmarks/compile.py
+	$(BIN)/python -m benchmarks.compile
 
 compile-report: $(READY)  ## what compiles as one graph, by backend
-	$(BIN)/python benchmarks/compile_report.py
+	$(BIN)/python -m benchmarks.compile_report
 
 fuzz: $(READY)  ## coverage-guided fuzzing of all that reads what others send; FUZZ_SECONDS=300
 	test -e $(VENV)/.fuzz || { $(BIN)/pip install --quiet -r requirements-fuzz.txt && touch $(VENV)/.fuzz; }

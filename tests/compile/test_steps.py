@@ -90,6 +90,32 @@ def test_steps_compile_on_any_thread_and_settings_of_torch_stay_as_they_are() ->
     assert not torch._dynamo.config.trace_autograd_ops
 
 
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_fetched_and_not_used_holds_up_no_gradient(
+    backend: str, backward_inside: bool
+) -> None:
+    """The owner waits for the gradient of both uses; the backward code knows only of one."""
+
+    def step(x: Tensor, context_id: int) -> Tensor:
+        reference = rpc.remote("worker1", f.layer, (x * 2, x))
+        loss = rpc.rpc_sync("worker1", f.scaled, (reference, x)).sum()
+        reference.to_here()
+        if backward_inside:
+            autograd.backward(context_id, [loss], timeout=20)
+            return loss.detach()
+        return loss
+
+    x = torch.randn(4, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad((f.layer(x * 2, x) * x).sum(), x)
+    run, _ = compiled(step, backend)
+    with autograd.context() as context_id:
+        loss = run(x, context_id)
+        if not backward_inside:
+            autograd.backward(context_id, [loss], timeout=20)
+        torch.testing.assert_close(autograd.get_gradients(context_id)[x], expected)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_references_pass_between_compiled_functions(backend: str) -> None:
     def make(x: Tensor) -> object:

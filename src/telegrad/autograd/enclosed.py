@@ -12,6 +12,11 @@ cannot be suspended half-way, so three things hold for such a node in every pass
   than what it belongs to, so when the node waits, all that could bring the answer has run. Without
   this rule the node could wait for a gradient that another send on this worker holds up.
 
+* A call of which the results lead to nothing that is differentiated has no part in the backward
+  code. Nobody there will say so, and who waits for its gradient may be whom the node waits for. The
+  code that made the call tells when it has let go of it (`forgotten`), and before the node waits,
+  such calls are answered for.
+
 Two threads that run compiled functions at the same moment may share an anchor. Then their calls
 count as made by one node, which only delays what is said about them.
 """
@@ -52,6 +57,11 @@ class Enclosure:
     newest: int = 0
     """Sends of this worker with a higher number were made after the calls of this node."""
     recvs: list[Any] = field(default_factory=list)
+    calls: list[EnclosedCall] = field(default_factory=list)
+
+    def forgotten_recvs(self) -> list[Any]:
+        """What arrived for calls of which the node will not speak again."""
+        return [recv for call in self.calls if call.forgotten for recv in call.recvs]
 
     @property
     def leaf(self) -> Any:
@@ -79,6 +89,9 @@ class EnclosedCall:
     def __init__(self, context: Context, anchor: Tensor) -> None:
         self.context = context
         self.enclosure = enclosure_of(context, anchor)
+        self.enclosure.calls.append(self)
+        self.forgotten = False
+        """The code that made the call has let go of it: no gradient of its results will come."""
         self.recording = Scope(context, True, self)
         self.silent = Scope(context, False, self)
         self.message: int | None = None

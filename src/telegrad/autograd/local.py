@@ -233,6 +233,9 @@ class Run:
         if source.state is State.PENDING:
             if self._current is not None:
                 self._answer_unreachable(self._current)
+            for enclosure in self._enclosing.values():
+                for recv in enclosure.forgotten_recvs():
+                    self._fire_absent(recv)
             self._outlet.wait_enclosed(source)
         return source.gradients if source.state is State.GRADIENT else None
 

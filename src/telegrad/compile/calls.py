@@ -36,8 +36,14 @@ def new_token(record: Any) -> Tensor:
     number = next(_ids)
     memory = numpy.array([number, 0], dtype=numpy.float64)
     _records[number] = record
-    weakref.finalize(memory, _records.pop, number, None)
+    weakref.finalize(memory, _forget, number)
     return torch.from_numpy(memory)
+
+
+def _forget(number: int) -> None:
+    record = _records.pop(number, None)
+    if isinstance(record, Call) and record.enclosed is not None:
+        record.enclosed.forgotten = True
 
 
 def record_of(token: Tensor) -> Any:

@@ -17,6 +17,7 @@ Nothing real may be touched:
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,6 +126,8 @@ def infer(
     ints: Sequence[IntSpec],
 ) -> Answer:
     """Run a function on fake tensors and say what came out."""
+    # Its modules hold tensors: they must not be loaded while the fake ones are made.
+    importlib.import_module("telegrad.compile.traced")
     node = current_node()
     fakes = torch_private.Fakes()
     inputs = [

@@ -15,6 +15,14 @@ EXPECTED_DIFFERENCES = {
         "AssertionError: False is not true",
         "It asserts that backward hangs where a result is not used. It ends, with the gradients.",
     ),
+    ("RpcTest", "disable_gil_profiling"): (
+        "telegrad does not measure",
+        "It asks how long torch's threads wait for the interpreter lock; telegrad refuses to say.",
+    ),
+    ("RpcTest", "register_rpc_backend_and_set_and_start_rpc_backend"): (
+        "_set_and_start_rpc_agent",
+        "It replaces the function that hands a C++ agent to torch; telegrad has neither.",
+    ),
 }
 """How a test fails that must, and why."""
 

@@ -95,14 +95,11 @@ def _runnable(suite: str) -> Any:
             codes = [process.exitcode for process in self.processes]
             assert not any(codes), f"ranks ended with the exit codes {codes}"
 
-    return type(
-        suite, (getattr(_module(_MODULES[suite]), suite), _mixin(module, fixture), Ranks), {}
-    )
-
-
-def _mixin(module: str, name: str) -> type:
-    mixin: type = getattr(_module(module), name)
-    return mixin
+    tests = getattr(_module(_MODULES[suite]), suite)
+    made = type(suite, (tests, getattr(_module(module), fixture), Ranks), {"__module__": __name__})
+    # Tests send functions of their class to other ranks, by its name.
+    globals()[suite] = made
+    return made
 
 
 def run(suite: str, test: str) -> tuple[str, str]:

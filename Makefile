@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+ECOSYSTEM := .venv-ecosystem
 # Tests start many processes, so two of them at a time are enough for any machine.
 JOBS   ?= 2
 
 .PHONY: help test unit demo lint format types bench-rpc bench-autograd bench-train bench-compile \
-        bench-tls compile-report programs fuzz strangers chaos soak conformance slow clean
+        bench-tls compile-report programs fuzz strangers chaos soak conformance ecosystem slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -71,11 +72,17 @@ soak: $(READY)  ## a million calls, 100,000 contexts, random faults: nothing gro
 conformance: $(READY)  ## PyTorch's own RPC suites on telegrad; ARGS="--stock", "--repeat 3", "-k REGEX"
 	$(BIN)/python -m tests.conformance $(ARGS)
 
+ecosystem: $(READY) $(ECOSYSTEM)/.ready  ## packages that use torch RPC, on stock and on telegrad
+	rm -rf build/wheel
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(ECOSYSTEM)/bin/pip install --quiet --no-deps --force-reinstall build/wheel/telegrad-*.whl
+	$(ECOSYSTEM)/bin/python tests/ecosystem/__main__.py $(ARGS)
+
 slow: $(READY)  ## the tests that are too long for make test
 	$(BIN)/pytest -m slow $(ARGS)
 
 clean:  ## remove the environment and every cache
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ECOSYSTEM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements-dev.txt
@@ -83,4 +90,10 @@ $(READY): pyproject.toml requirements-dev.txt
 	$(BIN)/pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
 	$(BIN)/pip install --quiet -r requirements-dev.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(ECOSYSTEM)/.ready: requirements-ecosystem.txt
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/pip install --quiet "$$(grep '^torch==' requirements-ecosystem.txt)"
+	$(ECOSYSTEM)/bin/pip install --quiet -r requirements-ecosystem.txt
 	touch $@

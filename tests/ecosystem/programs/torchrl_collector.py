@@ -6,6 +6,15 @@ import torch
 from ranks import free_port, report
 
 
+class Policy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, th: torch.Tensor) -> torch.Tensor:
+        return self.gain * th.unsqueeze(-1)
+
+
 def main() -> None:
     from tensordict.nn import TensorDictModule
     from torchrl.collectors.distributed import RPCCollector
@@ -13,9 +22,7 @@ def main() -> None:
     from torchrl.envs.custom import PendulumEnv
 
     torch.manual_seed(0)
-    policy = TensorDictModule(
-        torch.nn.Linear(1, 1, bias=False), in_keys=["th"], out_keys=["action"]
-    )
+    policy = TensorDictModule(Policy(), in_keys=["th"], out_keys=["action"])
     make_env = EnvCreator(PendulumEnv)
     collector = RPCCollector(
         [make_env, make_env],
@@ -29,7 +36,7 @@ def main() -> None:
     batches = []
     for batch in collector:
         action, th = batch["action"], batch["th"]
-        expected = torch.nn.functional.linear(th.unsqueeze(-1), policy.module.weight)
+        expected = policy.module(th)
         batches.append(
             {
                 "shape": list(batch.shape),

@@ -9,7 +9,8 @@ ECOSYSTEM := .venv-ecosystem
 JOBS   ?= 2
 
 .PHONY: help test unit demo lint format types bench-rpc bench-autograd bench-train bench-compile \
-        bench-tls compile-report programs fuzz strangers chaos soak conformance ecosystem slow clean
+        bench-tls bench-faults compile-report programs fuzz strangers chaos soak conformance \
+        ecosystem slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -62,6 +63,9 @@ programs: $(READY)  ## random programs against one process: simulated, with faul
 	$(BIN)/python -m tests.autograd.programs --simulated --count 11000
 	$(BIN)/python -m tests.autograd.programs --simulated --faults --count 11000
 	$(BIN)/python -m tests.autograd.programs --processes --count 330
+
+bench-faults: $(READY)  ## the same faults on stock torch RPC and on telegrad
+	$(BIN)/python -m benchmarks.faults $(ARGS)
 
 chaos: $(READY)  ## training under kills, stops, cuts and delays: right or a named error, nothing left
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import secrets
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,18 +17,18 @@ from contextlib import contextmanager
 import pytest
 
 CLONE_NEWNET = 0x40000000
-BASE = "10.213.7"
 _numbers = itertools.count()
 
 
 class Hosts:
     """Namespaces named after their hosts; the process that makes them is at `gateway`."""
 
-    gateway = f"{BASE}.254"
-
     def __init__(self, names: Sequence[str]) -> None:
         self._tag = f"tg{os.getpid() % 10000}x{next(_numbers)}"
-        self.addresses = {name: f"{BASE}.{number}" for number, name in enumerate(names, 1)}
+        # Others may test on this machine at the same time: each has a network of its own.
+        base = f"10.{100 + secrets.randbelow(150)}.{secrets.randbelow(250)}"
+        self.gateway = f"{base}.254"
+        self.addresses = {name: f"{base}.{number}" for number, name in enumerate(names, 1)}
         try:
             self._make()
         except BaseException:

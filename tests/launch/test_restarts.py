@@ -140,6 +140,31 @@ def test_two_workers_that_die_together_find_each_other_again() -> None:
     telegrad.run(main, workers=["a", "b"], restarts=1)
 
 
+def stop_for(seconds: float) -> None:
+    """Be stopped as by a debugger, and go on after a while."""
+    pid = os.getpid()
+    if os.fork() == 0:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    time.sleep(60)
+
+
+def test_a_worker_that_was_stopped_for_too_long_is_replaced_though_it_goes_on() -> None:
+    def main() -> None:
+        before = rpc.rpc_sync("a", os.getpid)
+        with pytest.raises(rpc.WorkerLost, match="stopped"):
+            rpc.rpc_sync("a", stop_for, args=(2.5,), timeout=30)
+        rpc.wait_for_worker("a", timeout=30)
+        after = rpc.rpc_sync("a", os.getpid)
+        assert after != before
+        assert rpc.rpc_sync("b", call_through, args=("a",)) == after
+        assert _until(lambda: not os.path.exists(f"/proc/{before}"))
+
+    telegrad.run(main, workers=["a", "b"], restarts=1, liveness=1.0)
+
+
 def test_a_number_of_restarts_that_is_none_is_refused() -> None:
     for wrong in (-1, True, 1.5):
         restarts: Any = wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from telegrad import rpc
 from telegrad.launch.job import Conduct, Seat
@@ -38,4 +39,8 @@ def leave(graceful: bool) -> None:
         print(f"telegrad: {error}; the workers are ended all the same", file=sys.stderr)
 
 
-RPC = Conduct(join=join, serve=serve, leave=leave)
+def on_lost(tell: Callable[[int], None]) -> None:
+    rpc.on_worker_lost(lambda worker, reason: tell(worker.id))
+
+
+RPC = Conduct(join=join, serve=serve, leave=leave, on_lost=on_lost)

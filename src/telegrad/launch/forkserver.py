@@ -12,7 +12,7 @@ Hence the rules of this process:
 2. It is the only parent of the workers, so it reaps them all, and it ends only after them.
 3. The end of the control channel is the end of the caller: the workers are ended then too.
 4. A worker that ends badly while the caller wants it so is forked once more, from the same clean
-   state as the first.
+   state as the first. One that the others have lost but that still runs is ended for that.
 
 While the workers run it passes on what they write to standard error, each line under the name of
 its worker, and keeps the last lines: they tell why a worker ended.
@@ -42,6 +42,7 @@ from telegrad.launch.job import (
     EndWorkers,
     NotStarted,
     Orders,
+    Replace,
     Report,
     Seat,
     Supervise,
@@ -198,10 +199,17 @@ class ForkServer:
             match self._channel.recv():
                 case Supervise(restarts):
                     self._restarts = restarts
+                case Replace(rank, life):
+                    self._replace(rank, life)
                 case EndWorkers():
                     self._end_wanted = True
         except (EOFError, OSError):
             self._end_wanted = True
+
+    def _replace(self, rank: int, life: int) -> None:
+        for child in self._children.values():
+            if self._restarts and (child.seat.rank, child.seat.life or 0) == (rank, life):
+                os.kill(child.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         for child in list(self._children.values()):

@@ -41,6 +41,7 @@ class Conduct:
     join: Callable[[Seat], None]
     serve: Callable[[Seat], None]
     leave: Callable[[bool], None]
+    on_lost: Callable[[Callable[[int], None]], None] | None = None  # tells the ids of lost workers
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,14 @@ class Supervise:
     """Order: from now on start a worker that ends badly anew, but each only so many times."""
 
     restarts: int
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Order: the others count this worker as lost. If it still runs, end it: another will come."""
+
+    rank: int
+    life: int
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,9 @@ def run_with(
         _wait_for_start(news, len(names), timeout)
         if restarts:
             processes.supervise(restarts)
+            if conduct.on_lost is not None:
+                size = len(seats)
+                conduct.on_lost(lambda worker: processes.replace(worker % size, worker // size))
         result = main()
         if restarts:
             processes.supervise(0)

@@ -18,6 +18,7 @@ from telegrad.launch.job import (
     EndWorkers,
     NotStarted,
     Orders,
+    Replace,
     Report,
     Supervise,
     ThreadsBeforeFork,
@@ -107,6 +108,11 @@ class LocalProcesses:
         self._server.wait()
         self.wait(_END_SECONDS)
         os.close(self._lifeline)
+
+    def replace(self, rank: int, life: int) -> None:
+        """The job has lost this worker: its process, if it still runs, makes room for another."""
+        with contextlib.suppress(OSError):
+            self._channel.send(Replace(rank, life))
 
     def _listen(self, orders: Orders) -> None:
         try:

@@ -81,7 +81,7 @@ class Lookout:
             elif (
                 now - self._stopped_since.setdefault(worker, now) >= self._liveness - self._interval
             ):
-                lose(worker, f"its process has been stopped for {self._liveness:g} s")
+                self._expel(worker, f"its process has been stopped for {self._liveness:g} s")
 
     def _due(self) -> list[Member]:
         """Those that we are linked with, and some of the others in turn."""
@@ -118,7 +118,7 @@ class Lookout:
 
     def _given_up(self, silence: GiveUp) -> None:
         if silence.certain:
-            self._agent.threads.run(partial(self._agent.lose, silence.worker, silence.reason))
+            self._agent.threads.run(partial(self._expel, silence.worker, silence.reason))
         else:
             self.suspect(silence.worker, silence.reason)
 
@@ -145,12 +145,17 @@ class Lookout:
             case Verdict.LOSE:
                 agent.lose(worker, reason)
             case Verdict.EXPEL:
-                agent.lose(worker, f"{reason}, though others hear it: the way there is cut")
-                for info in others:
-                    agent.threads.run(partial(node.post, info.id, EXPELLED, worker))
+                self._expel(worker, f"{reason}, though others hear it: the way there is cut")
             case Verdict.LEAVE:
                 name = node.members.name(worker)
                 agent.leave_all(f"this worker is cut off from worker {name!r}: {reason}")
+
+    def _expel(self, worker: int, reason: str) -> None:
+        """Lose a worker that may still run, and have the others lose it: it is gone for all."""
+        self._agent.lose(worker, reason)
+        for member in self._others():
+            post = partial(self._node.post, member.info.id, EXPELLED, (worker, reason))
+            self._agent.threads.run(post)
 
     def _says_yes(self, pending: Pending) -> bool:
         try:
@@ -158,12 +163,11 @@ class Lookout:
         except TelegradError:
             return False
 
-    def _told_to_expel(self, sender: int, worker: object) -> None:
-        if type(worker) is int and worker != self._node.info.id:
-            name = self._node.members.name(sender)
-            self._agent.lose(
-                worker, f"worker {name!r} cannot reach it, so one of the two has to go"
-            )
+    def _told_to_expel(self, sender: int, payload: object) -> None:
+        match payload:
+            case (int(worker), str(reason)) if worker != self._node.info.id:
+                name = self._node.members.name(sender)
+                self._agent.lose(worker, f"{reason} (says worker {name!r})")
 
 
 def _vital(member: Member) -> Vital:

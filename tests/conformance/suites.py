@@ -20,6 +20,7 @@ _FAULTY_FIXTURE = ("rpc.faulty_rpc_agent_test_fixture", "FaultyRpcAgentTestFixtu
 _MODULES = {
     "RpcTest": "rpc.rpc_test",
     "TensorPipeAgentRpcTest": "rpc.rpc_test",
+    "TensorPipeAgentCudaRpcTest": "rpc.rpc_test",
     "DistAutogradTest": "rpc.dist_autograd_test",
     "TensorPipeAgentDistAutogradTest": "rpc.dist_autograd_test",
     "FaultyAgentDistAutogradTest": "rpc.dist_autograd_test",

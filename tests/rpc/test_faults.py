@@ -95,6 +95,30 @@ def lost_workers_when_known() -> list[str]:
     return list(rpc.debug_info()["lost workers"])
 
 
+def errors_of_references_to_lost(to: str) -> list[str]:
+    """A reference that is to go to a lost worker, and one to a value that it should make."""
+    rpc.on_worker_lost(lambda worker, reason: functions.set_event("told"))
+    with pytest.raises(rpc.WorkerLost):
+        rpc.rpc_sync(to, die_here)
+    functions.wait_event("told")
+    told = []
+    for begin, args in ((rpc.rpc_sync, (rpc.RRef(1),)), (rpc.remote, ())):
+        with pytest.raises(rpc.WorkerLost) as caught:
+            begin(to, functions.echo_all, args=args)
+        told += [caught.value.worker, str(caught.value)]
+    return told
+
+
+def die_here() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_errors_of_references_to_a_lost_worker_name_it(make_job: MakeJob) -> None:
+    job = make_job("a", "bertha")
+    told = job["a"].do(errors_of_references_to_lost, "bertha")
+    assert all("bertha" in words for words in told), told
+
+
 def call_on_loss(to: str) -> None:
     def fail(worker: rpc.WorkerInfo, reason: str) -> None:
         raise LookupError("in a callback")

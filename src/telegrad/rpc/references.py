@@ -577,15 +577,19 @@ class References:
 
     def _require_live(self, worker: int) -> None:
         if worker in self._lost:
-            raise WorkerLost(
-                f"No reference can go to worker {worker}: it is lost ({self._lost[worker]})."
+            raise WorkerLost.saying(
+                f"No reference can go to worker {worker}: it is lost ({self._lost[worker]}).",
+                str(worker),
+                self._lost[worker],
             )
 
     def _require_not_fenced(self, sender: int) -> None:
         if sender in self._lost:
-            raise WorkerLost(
+            raise WorkerLost.saying(
                 f"A reference arrived from worker {sender} after it was lost "
-                f"({self._lost[sender]}): ignore the message that carried it."
+                f"({self._lost[sender]}): ignore the message that carried it.",
+                str(sender),
+                self._lost[sender],
             )
 
     def _owner_lost(self, reference: ReferenceId) -> LostWithWorker:

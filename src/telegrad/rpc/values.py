@@ -30,6 +30,7 @@ from telegrad.rpc.errors import (
     Refused,
     RemoteTraceback,
     TelegradError,
+    WorkerLost,
 )
 from telegrad.rpc.references import (
     Accepted,
@@ -151,7 +152,10 @@ class Values:
     def name_remote(self, owner: int) -> Transfer:
         with self._changed:
             self._introduce()
-            return self._core.create_remote(owner)
+            try:
+                return self._core.create_remote(owner)
+            except WorkerLost as loss:
+                raise self._by_name(loss) from None
 
     def abandon(self, created: Transfer) -> None:
         with self._changed:
@@ -162,9 +166,17 @@ class Values:
     def share(self, handle: Handle, to: int) -> Transfer:
         with self._changed:
             self._introduce()
-            transfer = self._core.share(handle, to)
+            try:
+                transfer = self._core.share(handle, to)
+            except WorkerLost as loss:
+                raise self._by_name(loss) from None
         self._journey.leaving.append(transfer)
         return transfer
+
+    def _by_name(self, loss: WorkerLost) -> WorkerLost:
+        """The core knows workers by their numbers only."""
+        name = self._node.members.name(int(loss.worker))
+        return type(loss).of(name, loss.cause, "a reference that was to be sent")
 
     def packed(self) -> Sequence[Transfer]:
         """The message of this thread is packed, or failed to be: the references that it carries."""

@@ -8,6 +8,7 @@ that finds no message for it in a draw gives up and is suspended, so both ways a
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from telegrad.autograd.context import Context, working_in
 from telegrad.autograd.crossing import AutogradCrossing, engine_thread
 from telegrad.autograd.messages import Mode, Options, kind_of
 from telegrad.autograd.service import Autograd
+from telegrad.rpc.calls import Pending
+from telegrad.rpc.errors import WorkerLost
+from telegrad.rpc.results import Later
 from telegrad.rpc.worker import WorkerInfo
 
 CROSSING = AutogradCrossing()
@@ -102,6 +106,8 @@ class Mailbox:
         self.services: dict[str, Any] = {}
         self.clock = 0.0
         self._topics: dict[str, Callable[[int, Any], None]] = {}
+        self._operations: dict[str, Callable[..., Any]] = {}
+        self._asked: list[Pending] = []
         self._lost_callbacks: list[Callable[[int, str], None]] = []
         self._lost: dict[int, str] = {}
         network.nodes[worker] = self
@@ -132,7 +138,7 @@ class Mailbox:
         self._topics[topic] = handler
 
     def on_operation(self, name: str, handler: Callable[..., object]) -> None:
-        return None
+        self._operations[name] = handler
 
     def on_lost(self, callback: Callable[[int, str], None]) -> None:
         self._lost_callbacks.append(callback)
@@ -140,31 +146,93 @@ class Mailbox:
     def lost_workers(self) -> dict[int, str]:
         return self._lost
 
+    def is_lost(self, worker: int) -> bool:
+        return worker in self._lost
+
     def lose(self, worker: int) -> None:
         self._lost[worker] = "it was killed"
+        for pending in self._asked:
+            if pending.callee.id == worker and not pending.done:
+                pending.settle(None, WorkerLost("it was killed"))
         for callback in self._lost_callbacks:
             callback(worker, "it was killed")
 
     def post(self, to: int, topic: str, payload: Any, scope: Any = None) -> None:
         if to in self._lost:
             return
+        receiver = self.network.nodes[to]
+        kind = topic if topic != "autograd.pass" else kind_of(payload)
+        self._send(
+            to, payload, scope, kind, lambda given, _: receiver._topics[topic](self.info.id, given)
+        )
+
+    def _send(
+        self,
+        to: int,
+        payload: Any,
+        scope: Any,
+        kind: str,
+        receive: Callable[[Any, Any], None],
+    ) -> None:
         tensors: list[Tensor] = []
         _tensors_of(payload, tensors)
         note = CROSSING.leaving(self, to, tensors, scope) if scope is not None else b""
         copies = [tensor.detach().clone() for tensor in tensors]
-        kind = topic if topic != "autograd.pass" else kind_of(payload)
 
         def deliver() -> None:
             receiver = self.network.nodes[to]
             arrived, entered = CROSSING.arriving(receiver, self.info.id, note, copies)
             given = _replaced(payload, dict(zip(map(id, tensors), arrived, strict=True)))
             if entered is None:
-                receiver._topics[topic](self.info.id, given)
+                receive(given, None)
             else:
                 with CROSSING.enter(receiver, entered):
-                    receiver._topics[topic](self.info.id, given)
+                    receive(given, entered)
 
         self.network.send(self.info.id, to, deliver, kind)
+
+    # Calls of operations.
+
+    def ask(self, to: int, operation: str, payload: Any, scope: Any) -> Pending:
+        receiver = self.network.nodes[to]
+        pending = Pending(len(self._asked), receiver.info, operation, 0, math.inf)
+        self._asked.append(pending)
+
+        def settle(answer: Any, _: Any) -> None:
+            if not pending.done:
+                pending.settle((answer,))  # type: ignore[arg-type]
+
+        def run(given: Any, entered: Any) -> None:
+            def finish(answer: Any, error: BaseException | None) -> None:
+                assert error is None
+                kind = "empty answer" if answer is None else kind_of(answer)
+                receiver._send(self.info.id, answer, entered, kind, settle)
+
+            result = receiver._operations[operation](self.info.id, given)
+            if type(result) is Later:
+                result.subscribe(finish)
+            else:
+                finish(result, None)
+
+        self._send(to, payload, scope, kind_of(payload), run)
+        return pending
+
+    def wait(self, pending: Pending, until: float) -> None:
+        while not pending.done and self.clock < until:
+            if not self.network.deliver_one():
+                if until == math.inf:
+                    raise Stuck("an answer never comes")
+                self.clock = until
+
+    def drop(self, pending: Pending) -> None:
+        if not pending.done:
+            pending.settle(None)
+
+    def outcome(self, pending: Pending) -> Any:
+        if pending.error is not None:
+            raise pending.error
+        assert pending.frame is not None
+        return pending.frame[0]
 
 
 def _tensors_of(payload: Any, found: list[Tensor]) -> None:

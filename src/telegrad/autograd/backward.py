@@ -178,6 +178,10 @@ class Part:
         self._parent = None
         return [Post(parent, Ack())]
 
+    def owes(self, sender: int) -> bool:
+        """Is an acknowledgement for `sender` still to come?"""
+        return self._parent == sender
+
     def fail(self, failure: Failure, partners: Iterable[int], sender: int | None) -> list[Post]:
         """The pass fails here, or failed elsewhere: tell everyone who may take part."""
         if self.failure is not None:
@@ -204,6 +208,14 @@ class Part:
     def _absences(self) -> list[Post]:
         absent, self._absent = self._absent, {}
         return [Post(peer, Absent(tuple(messages))) for peer, messages in absent.items()]
+
+
+def engages(message: Message) -> bool:
+    return type(message) is Begin or (type(message) is Gradient and message.engages)
+
+
+def acknowledges(message: Message) -> bool:
+    return type(message) is Ack or (type(message) is Gradient and message.acknowledges)
 
 
 def merge_ack(posts: list[Post], ack: list[Post]) -> list[Post]:

@@ -352,7 +352,30 @@ class Run:
                 else:
                     roots.append((edge, gradient))
         leaves = list(group.leaves)
+        if self.brief and not torch_private.node_hooks.ever:
+            self._run_brief(group, roots, leaves, sums)
+            return
         self._deliver(leaves, self._call(roots, leaves, group) if roots else (), sums)
+        self._finish(group)
+
+    def _run_brief(
+        self,
+        group: Group,
+        roots: list[tuple[Edge, Tensor]],
+        leaves: list[Any],
+        sums: list[tuple[Any, Tensor]],
+    ) -> None:
+        """Nothing leaves before the end: the engine stops at the recvs, and no Python runs in it.
+
+        Hooks on the nodes of recvs would not run either: where there are any, this is not the way.
+        """
+        results: Sequence[Tensor | None] = ()
+        if roots and (leaves or group.recvs):
+            results = self._enter_engine(roots, [*leaves, *group.recvs])
+        self._deliver(leaves, results, sums)
+        for recv, gradient in zip(group.recvs, results[len(leaves) :], strict=False):
+            if gradient is not None:
+                self.fire(recv.message, recv.index, gradient)
         self._finish(group)
 
     def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:
@@ -440,6 +463,14 @@ class Run:
         if self._enclosing:
             ends = [*leaves, *[leaf for leaf in self._enclosing if leaf in self._nodes]]
         inputs = (anchor(),) if group.recvs else ()
+        return self._enter_engine(roots, ends, inputs)[: len(leaves)]
+
+    def _enter_engine(
+        self,
+        roots: list[tuple[Edge, Tensor]],
+        ends: list[Any],
+        inputs: Sequence[Tensor] = (),
+    ) -> Sequence[Tensor | None]:
         previous = engine_thread.running
         engine_thread.running = self
         self._left_tasks = True
@@ -453,7 +484,7 @@ class Run:
         finally:
             engine_thread.running = previous
         self._left_tasks = False
-        return results[: len(leaves)]
+        return results
 
     def _deliver(
         self, leaves: list[Any], results: Sequence[Tensor | None], sums: list[tuple[Any, Tensor]]

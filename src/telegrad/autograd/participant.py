@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from telegrad.autograd.backward import Part, Post, check_gradients, merge_ack
+from telegrad.autograd.answer import Answer
+from telegrad.autograd.backward import (
+    Part,
+    Post,
+    acknowledges,
+    check_gradients,
+    engages,
+    merge_ack,
+)
 from telegrad.autograd.context import Context, RecvRecord, SendRecord, worker_of, working_in
 from telegrad.autograd.enclosed import EnclosedSend
 from telegrad.autograd.errors import AutogradError, BadGradient, PassFailed, UnusedResult
@@ -37,8 +45,11 @@ from telegrad.autograd.messages import (
     Message,
     Mode,
     Options,
+    decode,
+    encode,
 )
 from telegrad.autograd.plan import ROOTS, Source, State
+from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import CallTimeout, RemoteTraceback, WorkerLost
 from telegrad.rpc.runtime import Condition
 
@@ -83,9 +94,17 @@ class Stopped:
     error: BaseException
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A message that engages, from the initiator, who waits for the answer."""
+
+    message: Message
+    answer: Answer
+
+
 _BEGINNINGS = (Gradient, Begin)
 
-Event = Message | Lost | Missed | Abandon | Stalled | Stopped
+Event = Message | Asked | Lost | Missed | Abandon | Stalled | Stopped
 
 
 class Abandoned(Exception):
@@ -96,6 +115,7 @@ class Participant:
     """One worker's part of one pass of one context."""
 
     __slots__ = (
+        "_answer",
         "_condition",
         "_deadline",
         "_driving",
@@ -108,6 +128,7 @@ class Participant:
         "_part",
         "_partners",
         "_peer_of_recv",
+        "_pending",
         "_resolved",
         "_run",
         "_sends",
@@ -140,6 +161,8 @@ class Participant:
         self._peer_of_recv: dict[int, int] = {}
         self._resolved = 0
         self._error: BaseException | None = None
+        self._answer: Answer | None = None
+        self._pending: Pending | None = None
         self.active = False
         """The local part has begun and not ended."""
         self._deadline = math.inf
@@ -165,19 +188,14 @@ class Participant:
             self._timeout, self._deadline = timeout, self._node.runtime.now() + timeout
         try:
             part = self._join(options, history, roots)
-            self._advance()
+            self._advance(asks=True)
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._clean_up()
             self._drive()
-        try:
-            self._await_end(part)
-        except BaseException as error:
-            self.deliver(self._worker, Stopped(error))
-            raise
-        self._raise_failure(part)
+        self._see_through(part)
 
     def open(
         self,
@@ -201,15 +219,10 @@ class Participant:
         """The caller has done the local part: run what is left, and see the pass through."""
         part = self._part
         assert part is not None
-        self._advance()
+        self._advance(asks=True)
         self._clean_up()
         self._drive()
-        try:
-            self._await_end(part)
-        except BaseException as error:
-            self.deliver(self._worker, Stopped(error))
-            raise
-        self._raise_failure(part)
+        self._see_through(part)
 
     def give_up(self, error: BaseException) -> None:
         """The caller could not do the local part; raises what went wrong elsewhere before."""
@@ -219,12 +232,42 @@ class Participant:
         if self._part is not None and isinstance(error, Abandoned):
             self._raise_failure(self._part)
 
+    def _see_through(self, part: Part) -> None:
+        """The caller of `backward` has done its share: wait for the end, and say how it was."""
+        try:
+            if self._pending is not None:
+                self._await_answer(part, self._pending)
+            self._await_end(part)
+        except BaseException as error:
+            self.deliver(self._worker, Stopped(error))
+            raise
+        self._raise_failure(part)
+
+    def _await_answer(self, part: Part, pending: Pending) -> None:
+        """Read the answer of the worker that was asked, on this thread, and drive with it."""
+        node = self._node
+        while not pending.done:
+            node.transport.wait(pending, min(self._deadline, self._patience_ends(part)))
+            if not pending.done:
+                if node.runtime.now() >= self._deadline:
+                    node.drop(pending)
+                    return
+                self.deliver(self._worker, Stalled())
+        if pending.frame is None and (pending.error is None or node.is_lost(pending.callee.id)):
+            return  # The pass has ended without it, or is about to.
+        payload = node.outcome(pending)
+        if payload is not None:
+            self.deliver(pending.callee.id, decode(payload)[2])
+
+    def _patience_ends(self, part: Part) -> float:
+        return self._node.runtime.now() + self._service.stall_time if part.muted else math.inf
+
     def _await_end(self, part: Part) -> None:
         """Wait while those who bring messages drive."""
         if part.ended and not self._driving:
             return
         runtime = self._node.runtime
-        while not self._has_ended(part, min(self._deadline, runtime.now() + self._patience(part))):
+        while not self._has_ended(part, min(self._deadline, self._patience_ends(part))):
             if runtime.now() >= self._deadline:
                 raise self._too_late()
             self.deliver(self._worker, Stalled())
@@ -235,9 +278,6 @@ class Participant:
             f"backward in context {self.context.id} did not end in {self._timeout} s. It waits "
             f"for the workers {partners}."
         )
-
-    def _patience(self, part: Part) -> float:
-        return self._service.stall_time if part.muted else math.inf
 
     def _has_ended(self, part: Part, until: float) -> bool:
         """Wait for the end, but not longer than that."""
@@ -308,6 +348,10 @@ class Participant:
                     break
                 batch, self._inbox = self._inbox, []
         self._wake()
+        if self._pending is not None:
+            part = self._part
+            if part is not None and (part.ended or part.failure is not None):
+                self._node.drop(self._pending)
 
     # Outlet of the run: called from inside the engine.
 
@@ -344,8 +388,7 @@ class Participant:
         self._send(part.rest(self._partners))
         runtime = self._node.runtime
         while source.state is State.PENDING:
-            patience = self._patience(part)
-            until = min(self._deadline, runtime.now() + patience)
+            until = min(self._deadline, self._patience_ends(part))
             batch = self._next(None if until == math.inf else until - runtime.now())
             self._handle_all(batch)
             if part.failure is not None:
@@ -382,6 +425,8 @@ class Participant:
                 self._fail(error)
 
     def _handle(self, sender: int, event: Event) -> None:
+        if type(event) is Asked:
+            self._answer, event = event.answer, event.message
         if isinstance(event, _BEGINNINGS):
             if event.history.over_below:
                 self._service.learn(self.context, event.history)
@@ -392,6 +437,8 @@ class Participant:
             self._handle_outside(sender, event)
         elif part.failure is None:
             self._handle_inside(part, sender, event)
+            if self._answer is not None and not part.owes(self._answer.asker):
+                self._answer.give()
 
     def _handle_outside(self, sender: int, event: Event) -> None:
         """Nothing has engaged this worker in the pass so far."""
@@ -514,7 +561,9 @@ class Participant:
 
     # Progress.
 
-    def _advance(self) -> None:
+    def _advance(self, asks: bool = False) -> None:
+        """Run the engine as far as it goes, and send what came of it. `asks`: the calling thread
+        has nothing else to do afterwards than to wait for an answer."""
         part, run = self._part, self._run
         if part is None or part.failure is not None:
             return
@@ -528,7 +577,10 @@ class Participant:
             return
         posts, self._held = self._held, []
         posts += part.rest(self._partners)
-        self._send(merge_ack(posts, part.report()))
+        posts = merge_ack(posts, part.report())
+        if asks and posts:
+            posts = self._ask(posts)
+        self._send(posts)
 
     def _run_engine(self, run: Run, part: Part) -> None:
         with working_in(self.context):
@@ -541,9 +593,23 @@ class Participant:
         part.complete = True
         self._retire()
 
+    def _ask(self, posts: list[Post]) -> list[Post]:
+        """Send the last message that engages as a call; the others are left."""
+        for place in reversed(range(len(posts))):
+            if engages(posts[place].message):
+                self._send(posts[:place])
+                self._pending = self._service.ask(self.context, self.pass_id, posts[place])
+                return posts[place + 1 :]
+        return posts
+
     def _send(self, posts: list[Post]) -> None:
+        answer = self._answer
         for post in posts:
-            self._service.post(self.context, self.pass_id, post)
+            if answer is not None and post.to == answer.asker and acknowledges(post.message):
+                answer.give(encode(self.context.id, self.pass_id, post.message))
+                self._answer = answer = None
+            else:
+                self._service.post(self.context, self.pass_id, post)
 
     # Ending.
 
@@ -570,6 +636,8 @@ class Participant:
 
     def _clean_up(self) -> None:
         if self._part is not None and self._part.failure is not None:
+            if self._answer is not None:
+                self._answer.give()
             if self._run is not None:
                 self._run.close()
             self._run = None

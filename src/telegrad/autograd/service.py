@@ -10,20 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telegrad.autograd.answer import Answer
 from telegrad.autograd.backward import Post
 from telegrad.autograd.container import Census, Container
-from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, worker_of
+from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, Scope, worker_of
 from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.describe import DESCRIBE, Part, part_of
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.local import Run
-from telegrad.autograd.messages import Gradient, History, Options, decode, encode
-from telegrad.autograd.participant import Abandon, Lost, Missed, Participant
+from telegrad.autograd.messages import Begin, Gradient, History, Message, Options, decode, encode
+from telegrad.autograd.participant import Abandon, Asked, Lost, Missed, Participant
 from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
 from telegrad.autograd.releases import Releases
+from telegrad.rpc.calls import Pending
 from telegrad.rpc.references import ReferenceId
 
 TOPIC_PASS = "autograd.pass"
+ENGAGE = "autograd.pass.engage"
 TOPIC_RELEASE = "autograd.release"
 TOPIC_HOLDER = "autograd.holder"
 STALL_TIME = 5.0
@@ -42,6 +45,7 @@ class Autograd:
         node.on_post(TOPIC_PASS, self._on_pass_message)
         node.on_post(TOPIC_RELEASE, self._on_release)
         node.on_post(TOPIC_HOLDER, self._on_holder)
+        node.on_operation(ENGAGE, self._on_engage)
         node.on_operation(BACKWARD, self._on_backward)
         node.on_operation(DESCRIBE, self._on_describe)
         node.on_lost(self._on_lost)
@@ -190,26 +194,46 @@ class Autograd:
 
     def _on_pass_message(self, sender: int, payload: tuple[Any, ...]) -> None:
         context_id, pass_id, message = decode(payload)
+        participant = self._participant(context_id, pass_id, sender)
+        if participant is not None:
+            participant.deliver(sender, message)
+
+    def _on_engage(self, sender: int, payload: tuple[Any, ...]) -> Any:
+        """The initiator of a pass waits for what this worker has to say at its end."""
+        context_id, pass_id, message = decode(payload)
+        participant = self._participant(context_id, pass_id, sender)
+        if participant is None:
+            return None
+        answer = Answer(sender)
+        participant.deliver(sender, Asked(message, answer))
+        return answer.result()
+
+    def _participant(self, context_id: int, pass_id: int, sender: int) -> Participant | None:
+        """This worker's part of a pass, made on demand; None if there is nothing to do for it."""
         # A message of a pass may overtake the call that would have brought its context here.
         context = self.container.join(context_id, sender)
         if context is None:
-            return
+            return None
         with context.lock:
             if context.released or context.passes.is_over(pass_id):
-                return
+                return None
             participant = context.participants.get(pass_id)
             if participant is None:
                 if worker_of(pass_id) == self.node.info.id:
-                    return
+                    return None
                 participant = context.participants[pass_id] = Participant(self, context, pass_id)
-        participant.deliver(sender, message)
+        return participant
 
     def post(self, context: Context, pass_id: int, post: Post) -> None:
-        message = post.message
-        scope = None
-        if type(message) is Gradient and message.options.create_graph:
-            scope = context.recording
-        self.node.post(post.to, TOPIC_PASS, encode(context.id, pass_id, message), scope)
+        payload = encode(context.id, pass_id, post.message)
+        self.node.post(post.to, TOPIC_PASS, payload, _scope(context, post.message))
+
+    def ask(self, context: Context, pass_id: int, post: Post) -> Pending:
+        """Send a message that engages, as a call."""
+        payload = encode(context.id, pass_id, post.message)
+        scope = _scope(context, post.message)
+        pending: Pending = self.node.ask(post.to, ENGAGE, payload, scope)
+        return pending
 
     def counts(self) -> dict[str, int]:
         """How many contexts this worker holds and in how many passes it takes part."""
@@ -225,6 +249,14 @@ def _number(value: Any) -> int:
     if type(value) is not int:
         raise AutogradError(f"A message holds a {type(value).__name__} where a number has to be.")
     return value
+
+
+def _scope(context: Context, message: Message) -> Scope | None:
+    """Gradients are recorded like any tensors if they are to be differentiated; those that answer
+    a message as well, so it is not only for messages that bring some."""
+    if isinstance(message, Gradient | Begin) and message.options.create_graph:
+        return context.recording
+    return None
 
 
 class OpenPass:

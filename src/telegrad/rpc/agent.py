@@ -40,7 +40,7 @@ from telegrad.rpc.reception import Reception
 from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.vitals import Vital
-from telegrad.rpc.watch import Watch
+from telegrad.rpc.watch import QUICK_TICK, TICK, Watch
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.address import Unreachable
 from telegrad.wire.codec import Packed
@@ -150,10 +150,10 @@ class Agent:
         if incoming is not None:
             incoming.reply_late(call_id, reply)
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: Pending, until: float = math.inf) -> None:
         self.blocking()
         # A worker that is just being lost has no link any more, and its calls are not settled yet.
-        (self._outgoing.get(pending.callee.id) or self._loopback).wait(pending)
+        (self._outgoing.get(pending.callee.id) or self._loopback).wait(pending, until)
 
     def attend(self, pending: Pending) -> None:
         outgoing = self._outgoing.get(pending.callee.id)
@@ -170,6 +170,9 @@ class Agent:
         if incoming is not None:
             incoming.about_to_block(self.local.token)
         self.node.coroutines.blocking()
+
+    def call_later(self, delay: float, work: Callable[[], object]) -> Callable[[], None]:
+        return self.watch.call_later(delay, work).cancel
 
     def serving(self) -> bool:
         """Whether the calling thread runs a request."""
@@ -202,19 +205,20 @@ class Agent:
 
     # What the watch asks.
 
-    def _tick(self, now: float) -> bool:
-        active = False
+    def _tick(self, now: float) -> float:
+        running = self._loopback.tick()
+        unwritten = False
         for incoming in list(self._incoming.values()):
-            active |= incoming.tick()
-        active |= self._loopback.tick()
+            running |= incoming.tick()
+            unwritten |= incoming.tidies()
         for outgoing in list(self._outgoing.values()):
-            if outgoing is not self._loopback:
-                outgoing.tick()
+            if isinstance(outgoing, Outgoing):
+                unwritten |= outgoing.tidies()
         if self.node.values.has_deaths:
             self.threads.run(self._bury)
         if self.node.calls.next_deadline <= now:
             self.complete_elsewhere(self.node.calls.expire(now))
-        return active
+        return QUICK_TICK if unwritten else TICK if running else 0.0
 
     def _bury(self) -> None:
         try:

@@ -25,7 +25,6 @@ from telegrad.rpc.node import (
     Node,
     current_node,
     find_node,
-    report_background_error,
     set_process_node,
 )
 from telegrad.rpc.rendezvous import Rendezvous, open_store
@@ -323,13 +322,8 @@ def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> None:
     node = current_node()
 
     def told(worker: int, reason: str) -> None:
-        node.runtime.spawn(lambda: tell(node.members.member(worker).info, reason))
-
-    def tell(worker: WorkerInfo, reason: str) -> None:
-        try:
-            callback(worker, reason)
-        except Exception:
-            report_background_error(f"a callback on the loss of worker {worker.name!r}")
+        info = node.members.member(worker).info
+        node.runtime.spawn(lambda: callback(info, reason))
 
     node.on_lost(told)
 

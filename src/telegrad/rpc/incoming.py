@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 IDLE_TIMEOUT = 0.5
-TICKS_BEFORE_BEGUN = 50
+TICKS_BEFORE_BEGUN = 12
 PATIENCE = 5.0
 
 
@@ -195,7 +195,7 @@ class Incoming:
         self.start()
 
     def tick(self) -> bool:
-        """The watch looks in. Whether anything runs or is left unwritten."""
+        """The watch looks in. Whether anything runs."""
         turn = self._turn
         running = bool(turn & 1)
         # Before its function has begun a request is left alone for longer: requests begin in order.
@@ -206,9 +206,14 @@ class Incoming:
             if self._hand_over(self._leader, turn) and function is not None:
                 self.agent.slow_functions.was_slow(function)
         self._seen_turn = turn
-        if self.link.has_unwritten or self.link.freed:
-            self.agent.threads.run(self._tidy)
         return running
+
+    def tidies(self) -> bool:
+        """Whether something was left unwritten, and is written now."""
+        if not (self.link.has_unwritten or self.link.freed):
+            return False
+        self.agent.threads.run(self._tidy)
+        return True
 
     def _tidy(self) -> None:
         with contextlib.suppress(LinkClosed):

@@ -6,6 +6,7 @@ another takes over when the request waits or takes long. So posts to oneself are
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from typing import TYPE_CHECKING
@@ -80,15 +81,17 @@ class Loopback:
         if pending.completion:
             self._agent.complete_elsewhere([pending])
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: Pending, until: float = math.inf) -> None:
         if pending.latch is None:
             pending.latch = latched()
         while not pending.done:
-            remaining = pending.deadline - self._agent.node.runtime.now()
-            if remaining <= 0:
+            now = self._agent.node.runtime.now()
+            if pending.deadline <= now:
                 self._agent.node.calls.expire_one(pending)
+            elif until <= now:
+                return
             else:
-                pending.latch.acquire(timeout=min(remaining, 3600.0))
+                pending.latch.acquire(timeout=min(pending.deadline, until, now + 3600.0) - now)
         pending.wake()
 
     def attend(self) -> None:

@@ -10,6 +10,7 @@ being made is ready; or, for posts, without an answer.
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 from collections.abc import Callable, Container
@@ -91,8 +92,8 @@ class Transport(Protocol):
     def call(self, pending: Pending, packed: Packed, note: bytes) -> None: ...
     def reply(self, to: int, call_id: int, reply: Reply) -> None: ...
     def post(self, to: int, packed: Packed, note: bytes) -> None: ...
-    def wait(self, pending: Pending) -> None:
-        """Until the call is settled; its deadline settles it."""
+    def wait(self, pending: Pending, until: float = math.inf) -> None:
+        """Until the call is settled, or `until`. Its deadline settles a call."""
         ...
 
     def attend(self, pending: Pending) -> None:
@@ -183,9 +184,25 @@ class Node:
             raise ValueError(
                 f"timeout={timeout!r} is no time: give seconds, 0 for no bound, None for the job's"
             )
-        worker = to.id
-        scope = self.crossing.current()
-        packed, note = self._prepare((target, args, kwargs or {}), worker, scope)
+        request = (target, args, kwargs or {})
+        return self._begin(to, request, self.crossing.current(), timeout, on_settled)
+
+    def ask(self, to: int, operation: str, payload: object, scope: Scope | None) -> Pending:
+        """Begin a call of one of the other node's own operations, under a scope of its own."""
+        if self.closed:
+            raise NotInitialized()
+        return self._begin(self.members.member(to).info, (operation, (payload,), {}), scope, 0)
+
+    def _begin(
+        self,
+        to: WorkerInfo,
+        request: tuple[object, object, object],
+        scope: Scope | None,
+        timeout: float,
+        on_settled: Callable[[Pending], None] | None = None,
+    ) -> Pending:
+        worker, target = to.id, request[0]
+        packed, note = self._prepare(request, worker, scope)
         pending = self.calls.begin(to, target, timeout, self.runtime.now())
         pending.carried = self.values.packed()
         if target != CLOSING:
@@ -203,6 +220,11 @@ class Node:
         if not pending.done:
             self.transport.wait(pending)
         return self.outcome(pending)
+
+    def drop(self, pending: Pending) -> None:
+        """Nobody wants the answer any more: who waits for it is let go, with neither."""
+        if self.calls.take(pending.callee.id, pending.call_id) is not None:
+            pending.settle(None)
 
     def request(self, to: WorkerInfo, operation: str, *args: object, timeout: float = 0) -> Any:
         """Call one of the other node's own operations and wait for it."""

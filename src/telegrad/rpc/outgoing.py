@@ -16,6 +16,7 @@ The rules that make this safe:
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import threading
 import time
@@ -68,8 +69,8 @@ class Outgoing:
 
     # Waiting and reading.
 
-    def wait(self, pending: Pending) -> None:
-        """Return when the call is settled."""
+    def wait(self, pending: Pending, until: float = math.inf) -> None:
+        """Return when the call is settled, or at `until`."""
         if self.link.has_unwritten:
             self.link.flush(pending.deadline)
         while not pending.done:
@@ -83,21 +84,25 @@ class Outgoing:
                     if pending.latch is None:
                         pending.latch = latched()
                     self._waiters[pending.call_id] = pending
-            if reads or self._await_turn(pending):
-                self._read_until(pending)
+            if reads or self._await_turn(pending, until):
+                self._read_until(pending, until)
+            if until <= self.agent.node.runtime.now():
+                return
 
-    def _await_turn(self, pending: Pending) -> bool:
+    def _await_turn(self, pending: Pending, until: float) -> bool:
         """Wait until the call is settled or the reading role is ours. True: read on."""
         latch = pending.latch
         assert latch is not None
         now = self.agent.node.runtime.now
         try:
             while not pending.done and self._heir is not pending:
-                remaining = pending.deadline - now()
-                if remaining <= 0:
+                time_is = now()
+                if pending.deadline <= time_is:
                     self.agent.node.calls.expire_one(pending)
+                elif until <= time_is:
+                    break
                 else:
-                    latch.acquire(timeout=min(remaining, 3600.0))
+                    latch.acquire(timeout=min(pending.deadline, until, time_is + 3600.0) - time_is)
         except BaseException:
             # Interrupted: an heir that is not there would keep all others from reading.
             if self._leave_queue(pending):
@@ -121,16 +126,20 @@ class Outgoing:
                 self._heir = None
         return heir
 
-    def _read_until(self, pending: Pending) -> None:
-        """Read until the call is settled, or the link breaks."""
+    def _read_until(self, pending: Pending, until: float) -> None:
+        """Read until the call is settled, the time has come, or the link breaks."""
         now = self.agent.node.runtime.now
         link = self.link
         try:
             if self._armed:
                 self._disarm()
             while not pending.done:
-                if self._take_one(link) is None and pending.deadline <= now():
-                    self.agent.node.calls.expire_one(pending)
+                if self._take_one(link) is None:
+                    time_is = now()
+                    if pending.deadline <= time_is:
+                        self.agent.node.calls.expire_one(pending)
+                    elif until <= time_is:
+                        break
                 if self._completed and not pending.done and not link.has_frame():
                     self.agent.complete_elsewhere(self._take_completed())
             while link.has_frame():
@@ -238,9 +247,12 @@ class Outgoing:
 
     # What the watch notices.
 
-    def tick(self) -> None:
-        if self.link.has_unwritten or self.link.freed:
-            self.agent.threads.run(self._tidy)
+    def tidies(self) -> bool:
+        """The watch looks in. Whether something was left unwritten, and is written now."""
+        if not (self.link.has_unwritten or self.link.freed):
+            return False
+        self.agent.threads.run(self._tidy)
+        return True
 
     def _tidy(self) -> None:
         with contextlib.suppress(LinkClosed):

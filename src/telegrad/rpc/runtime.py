@@ -7,7 +7,6 @@ transport waits through these and nothing else, so that the same code runs in bo
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -98,8 +97,11 @@ class _Parked:
         self.work: Callable[[], object] | None = None
 
 
-class _Blockable(Protocol):
+class _Below(Protocol):
+    """What the runtime leaves to the transport."""
+
     def blocking(self) -> None: ...
+    def call_later(self, delay: float, work: Callable[[], object]) -> Callable[[], None]: ...
 
 
 class _Condition(threading.Condition):
@@ -117,7 +119,7 @@ class _Condition(threading.Condition):
 class ThreadRuntime:
     """The runtime of production."""
 
-    transport: _Blockable
+    transport: _Below
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
@@ -132,12 +134,4 @@ class ThreadRuntime:
         return _Condition(self)
 
     def call_later(self, delay: float, work: Callable[[], object]) -> Callable[[], None]:
-        timer = threading.Timer(delay, lambda: self._threads.run(work))
-        timer.daemon = True
-        timer.start()
-
-        def cancel() -> None:
-            with contextlib.suppress(RuntimeError):
-                timer.cancel()
-
-        return cancel
+        return self.transport.call_later(delay, work)

@@ -21,7 +21,11 @@ from collections.abc import Callable
 
 from telegrad.rpc.node import report_background_error
 
-TICK = 0.001
+TICK = 0.004
+"""Seconds between two looks while something runs. Each look takes the interpreter from whoever
+works, just when that one comes back from the kernel: it must be rare beside calls."""
+QUICK_TICK = 0.001
+"""The same while something waits to be written."""
 ACTIVE_FOR = 0.05
 PAUSE_AFTER_ERROR = 0.05
 
@@ -44,11 +48,12 @@ class Timer:
 
 
 class Watch:
-    """The watching thread. `tick` is called about every millisecond while something is active."""
+    """The watching thread. It calls `tick`, which says in how many seconds to call again: never
+    (0) if nothing is active."""
 
     def __init__(
         self,
-        tick: Callable[[float], bool],
+        tick: Callable[[float], float],
         next_deadline: Callable[[], float],
         run: Callable[[Callable[[], object]], None],
     ) -> None:
@@ -63,6 +68,7 @@ class Watch:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._closed = False
+        self._again = TICK
         self.sleeping = False
         self._thread = threading.Thread(target=self._live, name="telegrad-watch", daemon=True)
 
@@ -114,7 +120,7 @@ class Watch:
         """Look once at all that is watched; until when to look often."""
         now = time.monotonic()
         if now < active_until:
-            events = self._epoll.poll(TICK)
+            events = self._epoll.poll(self._again)
         else:
             self.sleeping = True
             # Work that arrived before we said that we sleep did not poke us.
@@ -135,7 +141,9 @@ class Watch:
                     notice(event)
         now = time.monotonic()
         self._run_due(now)
-        return now + ACTIVE_FOR if self._tick(now) else active_until
+        again = self._tick(now)
+        self._again = again or TICK
+        return now + ACTIVE_FOR if again else active_until
 
     def _until_next(self, now: float) -> float | None:
         due = self._next_deadline()

@@ -7,6 +7,7 @@ when it does not, as production does for a request that takes long.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any, cast
@@ -61,6 +62,8 @@ class SimulatedTransport:
         self._id = node.info.id
         self._ended: set[int] = set()
         self._burying = False
+        self._requests: dict[tuple[int, int], str] = {}
+        """The calls that are to be answered, as the trace names them."""
         self.on_lose: Callable[[int], None] = lambda worker: None
         """Told when this worker is done with another one."""
         network.ports[self._id] = Port(node.info, self._received, self.accepts_from)
@@ -90,14 +93,15 @@ class SimulatedTransport:
         if to in self._ended or self._worker.dead or self._scheduler.ending:
             return
         end = self._network.link(to, self._id).callee_end
-        label = f"{reply.kind.name.lower()} to call {call_id}"
+        request = self._requests.pop((to, call_id), f"call {call_id}")
+        label = f"{reply.kind.name.lower()} to {request}"
         end.send(reply.kind, call_id, reply.note, reply.packed, label)
         self._scheduler.pause_unharmed()
 
     # Waiting.
 
-    def wait(self, pending: Pending) -> None:
-        while not pending.done:
+    def wait(self, pending: Pending, until: float = math.inf) -> None:
+        while not pending.done and self._scheduler.now < until:
             latch = cast(Any, pending.latch)
             if latch is None:
                 latch = _Latch(self._scheduler)
@@ -105,7 +109,8 @@ class SimulatedTransport:
             me = current_activity()
             if me is not None:
                 latch.waiting.append(me)
-            self._scheduler.wait(lambda: f"call {pending.call_id}, {pending.describe()}")
+            timeout = None if until == math.inf else until - self._scheduler.now
+            self._scheduler.wait(lambda: f"call {pending.call_id}, {pending.describe()}", timeout)
 
     def attend(self, pending: Pending) -> None:
         """Replies settle their calls whether anyone waits or not."""
@@ -167,6 +172,8 @@ class SimulatedTransport:
 
     def _request(self, end: End, frame: Frame, label: str) -> None:
         end.requests.append((frame, label))
+        if frame.kind == Kind.CALL:
+            self._requests[end.other, frame.call_id] = label
         if end.leader is None or self._scheduler.random.random() < TAKES_LONG:
             self._lead(end)
 

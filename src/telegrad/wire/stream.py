@@ -21,6 +21,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
+from telegrad.wire.lookout import Lookout
+
 DO_NOT_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_PARTS = os.sysconf("SC_IOV_MAX")
 _TIMEVAL = struct.Struct("@ll")
@@ -69,9 +71,11 @@ class PlainStream:
         sock.settimeout(None)
         self.loss: OSError | None = None
         self._socket = sock
+        self._lookout = Lookout(sock)
         close_when_collected(self, sock)
 
     def recv_into(self, view: memoryview) -> int:
+        self._lookout.wait()
         try:
             return self._socket.recv_into(view)
         except BlockingIOError:
@@ -79,6 +83,8 @@ class PlainStream:
         except OSError as error:
             self.loss = error
             return 0
+        finally:
+            self._lookout.came()
 
     def set_receive_timeout(self, seconds: float | None) -> None:
         set_receive_timeout(self._socket, seconds)

@@ -1,0 +1,67 @@
+"""Looking for bytes before sleeping for them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from telegrad.wire import lookout
+from telegrad.wire.lookout import Lookout
+
+
+@pytest.fixture
+def pair():
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def asked_for(look: Lookout) -> float:
+    """Seconds that a wait for nothing looks."""
+    start = time.monotonic()
+    look.wait()
+    return time.monotonic() - start
+
+
+def test_a_reader_that_was_served_soon_looks_for_a_while_and_not_for_long(pair, monkeypatch):
+    monkeypatch.setattr(lookout, "LOOK_FOR", 0.05)
+    monkeypatch.setattr(lookout, "KEPT_AWAY", 10.0)
+    look = Lookout(pair[0])
+    assert 0.05 <= asked_for(look) < 5.0
+
+
+def test_a_reader_that_waited_long_sleeps_until_bytes_come_soon_again(pair, monkeypatch):
+    monkeypatch.setattr(lookout, "KEPT_AWAY", 10.0)
+    monkeypatch.setattr(lookout, "LOOK_FOR", 0.0)
+    look = Lookout(pair[0])
+    look.wait()
+    look.came()
+    monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    assert asked_for(look) < 30.0
+    look.came()
+    pair[1].send(b"x")
+    look.wait()
+
+
+def test_bytes_end_the_looking(pair, monkeypatch):
+    monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    look = Lookout(pair[0])
+    sender = threading.Timer(0.05, pair[1].send, (b"x",))
+    sender.start()
+    assert asked_for(look) < 30.0
+    sender.join()
+
+
+def test_nobody_looks_for_a_while_when_the_core_is_wanted_by_others(pair, monkeypatch):
+    monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    monkeypatch.setattr(lookout, "KEPT_AWAY", -1.0)
+    monkeypatch.setattr(lookout, "REST_FOR", 60.0)
+    monkeypatch.setattr(Lookout, "_resting_until", 0.0)
+    assert asked_for(Lookout(pair[0])) < 30.0
+    monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    assert asked_for(Lookout(pair[1])) < 30.0

@@ -12,15 +12,16 @@ from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 
 
-def seeded_linear(seed: int, inputs: int, outputs: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Linear(inputs, outputs)
-
-
 class Layer(torch.nn.Module):
-    def __init__(self, seed: int, inputs: int, outputs: int) -> None:
+    """Its weights are not random: layers of one worker may be made at the same time."""
+
+    def __init__(self, scale: float, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.linear = seeded_linear(seed, inputs, outputs)
+        self.linear = torch.nn.Linear(inputs, outputs)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                values = torch.linspace(-scale, scale, parameter.numel())
+                parameter.copy_(values.reshape(parameter.shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x))
@@ -37,9 +38,9 @@ def main(rank: int, world_size: int) -> Any:
     losses: list[float] = []
     if rank == 0:
         layers = [
-            RemoteModule("worker1/cpu", Layer, (1, 4, 8)),
-            RemoteModule("worker1/cpu", Layer, (2, 8, 8)),
-            RemoteModule("worker2/cpu", Layer, (3, 8, 2)),
+            RemoteModule("worker1/cpu", Layer, (0.3, 4, 8)),
+            RemoteModule("worker1/cpu", Layer, (0.5, 8, 8)),
+            RemoteModule("worker2/cpu", Layer, (0.7, 8, 2)),
         ]
         graph = PipelineModulesGraph()
         graph.add_sequence(layers, [0])

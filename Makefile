@@ -63,6 +63,7 @@ programs: $(READY)  ## random programs against one process: simulated, with faul
 	$(BIN)/python -m tests.autograd.programs --simulated --count 11000
 	$(BIN)/python -m tests.autograd.programs --simulated --faults --count 11000
 	$(BIN)/python -m tests.autograd.programs --processes --count 330
+	$(BIN)/python -m tests.compile.programs --count 60
 
 bench-faults: $(READY)  ## the same faults on stock torch RPC and on telegrad
 	$(BIN)/python -m benchmarks.faults $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -13,6 +14,11 @@ from telegrad import autograd, rpc
 from tests.compile.functions import gradient_of_weight
 
 WORKERS = ("worker1", "worker2")
+BACKENDS = [
+    pytest.param("eager", marks=pytest.mark.slow),
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.slow),
+]
 
 
 def compiled(function: Callable[..., Any], backend: str) -> tuple[Callable[..., Any], Any]:

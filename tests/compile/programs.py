@@ -26,7 +26,14 @@ import telegrad
 from telegrad import autograd, rpc
 from tests.autograd.comparison import Mismatch, Skip, close, expectation, tolerance_of
 from tests.autograd.machine import Machine, plain
-from tests.autograd.program import Constant, Cross, Operation, UseParameter, write_program
+from tests.autograd.program import (
+    Constant,
+    Cross,
+    Operation,
+    Program,
+    UseParameter,
+    write_program,
+)
 
 PLAIN = frozenset[str]()
 NAMES = ("main", "worker1", "worker2", "worker1")
@@ -181,9 +188,17 @@ def write_driver(seed: int, roots: tuple[int, ...]) -> Callable[..., list[Tensor
     return drive  # type: ignore[no-any-return]
 
 
+def _changes_what_came_twice(program: Program) -> bool:
+    crossings = [step.values for step in program.steps if isinstance(step, Cross)]
+    changes = any(isinstance(step, Operation) and not step.out for step in program.steps)
+    return changes and any(len(set(values)) < len(values) for values in crossings)
+
+
 def compare(seed: int, backend: str | None) -> str:
     """Compile and run one program; None: without compiling."""
     expected = expectation(seed, PLAIN)
+    if _changes_what_came_twice(expected.program):
+        raise Skip("one tensor twice in a message stays one tensor there, and is changed")
     for name in dict.fromkeys(NAMES):
         rpc.rpc_sync(name, prepare, (seed,))
     own = machine(seed)

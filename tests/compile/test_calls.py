@@ -12,9 +12,7 @@ from telegrad import autograd, rpc
 from telegrad.autograd import AutogradError
 from telegrad.compile import calls
 from tests.compile import functions as f
-from tests.compile.checks import assert_same, compiled, differentiated
-
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+from tests.compile.checks import BACKENDS, assert_same, compiled, differentiated
 
 pytestmark = pytest.mark.usefixtures("job")
 
@@ -30,7 +28,7 @@ def needs(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS[1:]])
 def test_calls_compile_as_one_graph_with_the_gradients_of_eager_mode(backend: str) -> None:
     def step(x: Tensor, y: Tensor) -> Tensor:
         h = rpc.rpc_sync("worker1", f.layer, args=(x.sin(), y))

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd
 from telegrad.nn import RemoteModule
-from tests.compile.checks import compiled
-
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+from tests.compile.checks import BACKENDS, compiled
 
 pytestmark = pytest.mark.usefixtures("job")
 

@@ -12,9 +12,7 @@ from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from tests.compile import functions as f
-from tests.compile.checks import assert_same, compiled, differentiated
-
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+from tests.compile.checks import BACKENDS, assert_same, compiled, differentiated
 
 pytestmark = pytest.mark.usefixtures("job")
 

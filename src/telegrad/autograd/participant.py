@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -30,9 +29,18 @@ from telegrad.autograd.backward import (
     engages,
     merge_ack,
 )
-from telegrad.autograd.context import Context, RecvRecord, SendRecord, worker_of, working_in
+from telegrad.autograd.context import Context, SendRecord, worker_of, working_in
 from telegrad.autograd.enclosed import EnclosedSend
 from telegrad.autograd.errors import AutogradError, BadGradient, PassFailed, UnusedResult
+from telegrad.autograd.events import (
+    Abandon,
+    Asked,
+    Event,
+    Lost,
+    Missed,
+    Stalled,
+    Stopped,
+)
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import (
     Absent,
@@ -42,7 +50,6 @@ from telegrad.autograd.messages import (
     Failure,
     Gradient,
     History,
-    Message,
     Mode,
     Options,
     decode,
@@ -60,51 +67,7 @@ PATIENCE = 1.0
 """Seconds that an engine call waits for a gradient before it gives its thread back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A worker is gone."""
-
-    worker: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Missed:
-    """A message arrived for which this pass waits at its sender, too late to take part here."""
-
-    record: RecvRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """The context was released, or the pass is known to be over: stop, and tell nobody."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stalled:
-    """The initiator of a FAST pass has waited long."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stopped:
-    """The caller of `backward` does not wait any more."""
-
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """A message that engages, from the initiator, who waits for the answer."""
-
-    message: Message
-    answer: Answer
-
-
 _BEGINNINGS = (Gradient, Begin)
-
-Event = Message | Asked | Lost | Missed | Abandon | Stalled | Stopped
 
 
 class Abandoned(Exception):

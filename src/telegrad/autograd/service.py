@@ -17,9 +17,10 @@ from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, Scope, 
 from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.describe import DESCRIBE, Part, part_of
 from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.events import Abandon, Asked, Lost, Missed
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import Begin, Gradient, History, Message, Options, decode, encode
-from telegrad.autograd.participant import Abandon, Asked, Lost, Missed, Participant
+from telegrad.autograd.participant import Participant
 from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
 from telegrad.autograd.releases import Releases
 from telegrad.rpc.calls import Pending

@@ -5,12 +5,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ECOSYSTEM := .venv-ecosystem
+BENCH  := $(VENV)/.bench
 # Tests start many processes, so two of them at a time are enough for any machine.
 JOBS   ?= 2
 
-.PHONY: help test unit demo lint format types bench-rpc bench-autograd bench-train bench-compile \
-        bench-tls bench-faults compile-report programs fuzz strangers chaos soak conformance \
-        ecosystem slow clean
+.PHONY: help test unit demo lint format types bench bench-scaling dry-run bench-rpc \
+        bench-autograd bench-train bench-compile bench-tls bench-faults compile-report programs \
+        fuzz strangers chaos soak conformance ecosystem slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -33,6 +34,15 @@ format: $(READY)  ## let ruff rewrite what it can
 
 types: $(READY)  ## mypy --strict on src
 	$(BIN)/mypy
+
+bench: $(BENCH)  ## stock torch RPC, Ray, gRPC and telegrad: the table of docs/performance.md
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-scaling: $(BENCH)  ## how costs grow with calls, workers, contexts, references, nodes
+	$(BIN)/python -m benchmarks.scaling $(ARGS)
+
+dry-run: $(READY)  ## a job of 10,000 simulated workers: what grows faster than they do
+	$(BIN)/python -m benchmarks.many $(ARGS)
 
 bench-rpc: $(READY)  ## stock torch RPC and telegrad, interleaved
 	$(BIN)/python -m benchmarks.rpc
@@ -101,4 +111,8 @@ $(ECOSYSTEM)/.ready: requirements-ecosystem.txt
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
 	$(ECOSYSTEM)/bin/pip install --quiet "$$(grep '^torch==' requirements-ecosystem.txt)"
 	$(ECOSYSTEM)/bin/pip install --quiet -r requirements-ecosystem.txt
+	touch $@
+
+$(BENCH): $(READY) requirements-bench.txt
+	$(BIN)/pip install --quiet -r requirements-bench.txt
 	touch $@

@@ -3,24 +3,31 @@
 Each peer runs in processes of its own that are gone before the next one starts (stock torch RPC
 keeps a core busy even when idle). The peers take turns for several rounds; what is compared are
 medians over all rounds, as a ratio, because machines are noisy but equally so for both.
+
+Ray's actors and gRPC can only make calls: they take part in those measurements (`others.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 Samples = dict[str, list[float]]
 PEERS = ("stock", "telegrad")
+CALLERS = ("stock", "ray", "grpc", "telegrad")
+TURN_SECONDS = 180
+
+_pace = 1.0
 
 
 def free_port() -> int:
@@ -29,12 +36,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def paced(seconds: float) -> float:
+    """How long to measure what is measured for so many seconds at the usual pace."""
+    return seconds * _pace
+
+
 def sample(work: Callable[[], object], seconds: float, warm_up: int = 20) -> list[float]:
     """Times of single runs, for about so many seconds; at least five."""
     for _ in range(warm_up):
         work()
     times = []
-    until = time.perf_counter() + seconds
+    until = time.perf_counter() + paced(seconds)
     while time.perf_counter() < until or len(times) < 5:
         start = time.perf_counter()
         work()
@@ -45,7 +57,7 @@ def sample(work: Callable[[], object], seconds: float, warm_up: int = 20) -> lis
 class Peer:
     """What a measurement may use: the rpc and autograd modules of one implementation."""
 
-    def __init__(self, name: str, rpc: ModuleType, autograd: ModuleType) -> None:
+    def __init__(self, name: str, rpc: Any, autograd: Any = None) -> None:
         self.name = name
         self.rpc = rpc
         self.autograd = autograd
@@ -59,6 +71,12 @@ def run_peer(name: str, measure: Callable[[Peer], Samples], workers: int) -> Sam
 
         peer = Peer(name, telegrad.rpc, telegrad.autograd)
         return telegrad.run(lambda: measure(peer), workers=workers)
+    if name in ("ray", "grpc"):
+        from benchmarks import others
+
+        opened = others.ray_actor() if name == "ray" else others.grpc_server()
+        with opened as calls:
+            return measure(Peer(name, calls))
     return _run_stock(measure, workers)
 
 
@@ -110,16 +128,19 @@ def compare(
     parser = argparse.ArgumentParser(description=f"python -m {program}")
     parser.add_argument("--rounds", type=int, default=3, help="how often each peer has its turn")
     parser.add_argument("--json", help="also write all medians to this file")
-    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--pace", type=float, default=1.0, help="0.5: measure half as long")
+    parser.add_argument("--peer", choices=CALLERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
+        global _pace
+        _pace = arguments.pace
         print(json.dumps(run_peer(arguments.peer, measure, workers)))
         return
     gathered: dict[str, Samples] = {peer: {} for peer in PEERS}
     for number in range(arguments.rounds):
         for peer in PEERS:
             print(f"round {number + 1} of {arguments.rounds}: {peer}", file=sys.stderr, flush=True)
-            for case, times in _turn(program, peer).items():
+            for case, times in turn(program, peer, arguments.pace).items():
                 gathered[peer].setdefault(case, []).extend(times)
     rows = table(gathered)
     for row in rows:
@@ -134,10 +155,21 @@ def compare(
             json.dump(medians, file, indent=1)
 
 
-def _turn(program: str, peer: str) -> Samples:
-    command = [sys.executable, "-m", program, "--peer", peer]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
-    result: Any = json.loads(done.stdout.strip().splitlines()[-1])
+def turn(program: str, peer: str, pace: float) -> Samples:
+    """Let one peer run one program's measurements, in processes that end with it."""
+    command = [sys.executable, "-m", program, "--peer", peer, "--pace", str(pace)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=TURN_SECONDS)
+        finally:
+            # What a peer left behind would be measured with the next one.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    result: Any = json.loads(output.strip().splitlines()[-1])
     return {case: list(times) for case, times in result.items()}
 
 

@@ -39,7 +39,8 @@ def measure(peer: Peer) -> Samples:
     samples["CPU of a no-op, both ends"] = [_cpu_of(peer, call)]
     for name, elements in SIZES.items():
         tensor = torch.ones(elements)
-        samples[f"echo, {name}"] = sample(_echoing(peer, tensor), 1.0)
+        warm_up = 20 if elements < 1 << 20 else 5
+        samples[f"echo, {name}"] = sample(_echoing(peer, tensor), 1.0, warm_up)
 
     def burst() -> None:
         futures = [rpc.rpc_async("worker1", nothing) for _ in range(BURST)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.peers import Peer, Samples, compare
+from benchmarks.peers import Peer, Samples, compare, paced
 
 CLASSES = 10
 RATE = 0.01
@@ -67,7 +67,7 @@ def _in_turn(one: Callable[[], None], other: Callable[[], None]) -> list[tuple[f
         one()
         other()
     pairs: list[tuple[float, float]] = []
-    until = time.perf_counter() + SECONDS
+    until = time.perf_counter() + paced(SECONDS)
     while time.perf_counter() < until or len(pairs) < 5:
         pairs.append((_timed(one), _timed(other)))
     return pairs

@@ -58,7 +58,7 @@ class Closing:
         leader, number = -1, 0
         pause = BETWEEN_ROUNDS
         while True:
-            lowest = min(m.info.id for m in node.members.members() if not node.is_lost(m.info.id))
+            lowest = min(node.members.live())
             if lowest != leader:
                 leader, number = lowest, 0
             counts = (node.calls_made(), node.calls_finished(), node.calls.total())
@@ -107,11 +107,14 @@ class Closing:
 
     def _reconsider(self) -> None:
         node = self._node
-        live = {m.info.id for m in node.members.members() if not node.is_lost(m.info.id)}
+        members = node.members
         answers: list[tuple[Finish, bool]] = []
         with self._changed:
             for number, this in list(self._rounds.items()):
-                if live <= this.counts.keys():
+                # Asked each time that a worker comes: to look at all of them would be n squared.
+                if len(this.counts) < members.fewest_live():
+                    continue
+                if members.live() <= this.counts.keys():
                     over = self._judge(this)
                     # This worker leaves when it has its answer, so it gets it after all others.
                     mine = this.waiting.pop(node.info.id, None)

@@ -57,6 +57,12 @@ class Members:
             self._by_name[info.name] = info
         self._by_id[info.id] = member
 
+    def seen_by_another(self) -> Members:
+        """The same workers, for another worker of this process: who is lost is its own matter."""
+        another = Members([])
+        another._by_name, another._by_id = self._by_name, self._by_id
+        return another
+
     def predecessors(self, info: WorkerInfo) -> list[int]:
         """Workers that had this one's name before it, and are not known to be lost."""
         return [
@@ -69,11 +75,6 @@ class Members:
     def may_return(self) -> bool:
         """Whether another worker may come under the name of a lost one."""
         return self._look_up is not None
-
-    def remove(self, worker: int) -> None:
-        member = self._by_id.pop(worker, None)
-        if member is not None and self._by_name.get(member.info.name) == member.info:
-            del self._by_name[member.info.name]
 
     def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
         """The worker that a caller means by a name, an id, or a `WorkerInfo`."""
@@ -133,6 +134,18 @@ class Members:
     def name(self, worker: int) -> str:
         member = self._by_id.get(worker)
         return member.info.name if member is not None else f"#{worker}"
+
+    def __len__(self) -> int:
+        """How many are known, the lost ones included: it only ever grows."""
+        return len(self._by_id)
+
+    def live(self) -> set[int]:
+        """The ids of those that are not lost."""
+        return self._by_id.keys() - self._lost
+
+    def fewest_live(self) -> int:
+        """A number that those who live cannot be fewer than, found without looking at each."""
+        return len(self._by_id) - len(self._lost)
 
     def members(self) -> list[Member]:
         return [self._by_id[worker] for worker in sorted(self._by_id)]

@@ -27,6 +27,7 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -421,7 +422,8 @@ def _process_of(visitor: Any) -> Process | None:
 
 def _problem(names: list[str]) -> str | None:
     """What is wrong with the names of all workers."""
-    return next((_not_unique(name) for name in names if names.count(name) > 1), None)
+    counted = Counter(names)
+    return next((_not_unique(name) for name in names if counted[name] > 1), None)
 
 
 def _not_ours(entry: str) -> RendezvousError:

@@ -118,6 +118,7 @@ class Values:
         # Who may name a value may have it. Where workers do not trust each other, a name must
         # therefore be told, not guessed.
         self._core = References(node.info.id, _unguessable if node.data_only else None)
+        self._introduced = 0
         self._changed = node.runtime.condition()
         self._stored: dict[ReferenceId, object] = {}
         self._waiters: dict[ReferenceId, list[Finish]] = {}
@@ -497,9 +498,14 @@ class Values:
             finish(None, ReferenceLost(f"The worker that was to make the value is gone: {reason}"))
 
     def _introduce(self) -> None:
-        """Members that joined since we last looked."""
-        for member in self._node.members.members():
+        """Members that joined since we last looked; nearly always there are none."""
+        members = self._node.members
+        known = len(members)
+        if known == self._introduced:
+            return
+        for member in members.members():
             self._core.worker_joined(member.info.id)
+        self._introduced = known
 
     def _act(self) -> None:
         waiting: dict[int, _Lane] = {}

@@ -132,7 +132,7 @@ class _Job:
         self._mains: dict[str, Activity] = {}
         self._rests = 0
         self._names = names
-        self._members = [Member(WorkerInfo(n, i), 1) for i, n in enumerate(names)]
+        self._members = Members([Member(WorkerInfo(n, i), 1) for i, n in enumerate(names)])
         self.workers = {name: _Worker(name, self.scheduler.draw_weight()) for name in names}
         for number, worker in enumerate(self.workers.values()):
             self._furnish(worker, number, timeout)
@@ -140,7 +140,7 @@ class _Job:
         self._triggers += [self._cut_trigger(cut) for cut in faults.cuts]
 
     def _furnish(self, worker: _Worker, number: int, timeout: float) -> None:
-        members = Members(self._members)
+        members = self._members.seen_by_another()
         runtime = SimulatedRuntime(self.scheduler, worker)
         worker.node = SimulatedNode(
             WorkerInfo(worker.name, number), members, runtime, timeout=timeout

@@ -118,6 +118,11 @@ class Container:
             self._live.discard(context_id)
             return self._contexts.pop(context_id)
 
+    @property
+    def still_open(self) -> int:
+        """How many contexts of which this worker is the origin are not released."""
+        return len(self._live)
+
     def census(self) -> Census:
         """What the other workers are told of the contexts that were made here."""
         with self._lock:

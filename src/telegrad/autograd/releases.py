@@ -4,6 +4,9 @@ A context lives for one step of training, so a message for each release would be
 step, and the next call would wait behind it. One census speaks for all contexts released before it
 (see `container`), so the workers that knew them are told a little later, all at once. Late enough
 to be rare beside calls, soon enough that nobody holds more than what a few steps have left.
+
+A census lists the contexts that are still open. Where those are many, as many releases are waited
+for, so that what one release costs does not grow with the contexts that are open beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from telegrad.autograd.context import Context
 DELAY = 0.01
 """Seconds after which others are told at the latest."""
 MOST_WAITING = 16
-"""So many contexts are not waited for any longer."""
+"""So many contexts are not waited for any longer, if not more are open."""
 
 
 class Releases:
@@ -31,14 +34,14 @@ class Releases:
         self._waiting = 0
         self._timed = False
 
-    def add(self, context: Context) -> None:
+    def add(self, context: Context, still_open: int) -> None:
         """A context was released here: see to it that those who know it are told."""
         if not context.known_workers:
             return
         with self._lock:
             self._workers |= context.known_workers
             self._waiting += 1
-            crowded = self._waiting >= MOST_WAITING
+            crowded = self._waiting >= max(MOST_WAITING, still_open)
             begins = not self._timed
             self._timed = True
         if begins:

@@ -63,7 +63,7 @@ class Autograd:
             # The flag before the look at the workers, as `leaving` looks after it has added one:
             # a message leaves either without a note or to a worker that is told.
             self._end(context, "Context {} was released during backward.")
-            self._releases.add(context)
+            self._releases.add(context, self.container.still_open)
 
     def _on_describe(self, sender: int, context_id: int) -> Part | None:
         return part_of(self.container.find(_number(context_id)))

@@ -134,7 +134,7 @@ def draw(medians: Medians) -> bool:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("time as a ratio to stock torch RPC (less is better)")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncol=5, frameon=False)
     pages.save(figure, "performance.svg")
     return True
 

@@ -154,7 +154,7 @@ def call_others(others: list[str]) -> None:
 
 
 def call_pattern(names: list[str]) -> Callable[[], None]:
-    """Each worker calls a few others; all are started through a tree, as one could not call all."""
+    """One worker has each other call a few."""
     draw = random.Random(len(names))
 
     def main() -> None:

@@ -241,6 +241,7 @@ def run_phases(size: int) -> Figures:
         if phase == next(iter(PHASES)):
             figures["memory, KB"] = (_resident() - before) / size / 1024
         del result
+        print(f"{size:,} workers: {phase}, done", file=sys.stderr, flush=True)
     return figures
 
 

@@ -158,8 +158,10 @@ def compare(
 def turn(program: str, peer: str, pace: float) -> Samples:
     """Let one peer run one program's measurements, in processes that end with it."""
     command = [sys.executable, "-m", program, "--peer", peer, "--pace", str(pace)]
+    # Stock torch warns of itself in every process.
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
     ) as process:
         try:
             output, _ = process.communicate(timeout=TURN_SECONDS)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
-
-import torch.multiprocessing as mp
 
 
 def free_port() -> int:
@@ -19,21 +19,32 @@ def free_port() -> int:
 
 
 def run_ranks(main: Callable[[int, int], Any], world_size: int) -> None:
-    """Run `main(rank, world_size)` in that many processes; rank 0 says what came out."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
-    mp.start_processes(_rank, (main, world_size), world_size, start_method="spawn")
+    """Run `main(rank, world_size)` in that many processes; rank 0 says what came out.
 
-
-def _rank(rank: int, main: Callable[[int, int], Any], world_size: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    result = main(rank, world_size)
-    if rank == 0:
-        report(result)
+    As torchrun does it: some packages read their rank when they are imported.
+    """
+    if "RANK" in os.environ:
+        rank = int(os.environ["RANK"])
+        result = main(rank, world_size)
+        if rank == 0:
+            report(result)
+        return
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv], env=common | {"RANK": str(r), "LOCAL_RANK": str(r)}
+        )
+        for r in range(world_size)
+    ]
+    failed = [rank for rank, process in enumerate(ranks) if process.wait()]
+    if failed:
+        sys.exit(f"the ranks {failed} failed")
 
 
 def report(result: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import WorkerLost
 from telegrad.rpc.incoming import Incoming
+from telegrad.rpc.interrupts import raise_if_put_off
 from telegrad.rpc.lookout import Lookout
 from telegrad.rpc.loopback import Loopback
 from telegrad.rpc.meeting import (
@@ -154,6 +155,7 @@ class Agent:
         self.blocking()
         # A worker that is just being lost has no link any more, and its calls are not settled yet.
         (self._outgoing.get(pending.callee.id) or self._loopback).wait(pending, until)
+        raise_if_put_off()
 
     def attend(self, pending: Pending) -> None:
         outgoing = self._outgoing.get(pending.callee.id)

@@ -13,6 +13,7 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from telegrad.rpc import interrupts
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.closing import Closing
 from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
@@ -111,6 +112,7 @@ def init_rpc(
         node.services["rendezvous"] = visit
         node.services["static"] = world_size is not None
         set_process_node(node)
+        interrupts.install()
         agent.start(announce=bool(life))
 
 
@@ -163,6 +165,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         set_process_node(None)
         agent.close()
         agent.threads.close()
+        interrupts.uninstall()
 
 
 def _await_own_calls(node: Node, timeout: float) -> None:

@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.calls import Pending, latched
+from telegrad.rpc.interrupts import may_be_interrupted
 from telegrad.rpc.node import Reply
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
@@ -81,6 +82,7 @@ class Loopback:
         if pending.completion:
             self._agent.complete_elsewhere([pending])
 
+    @may_be_interrupted
     def wait(self, pending: Pending, until: float = math.inf) -> None:
         if pending.latch is None:
             pending.latch = latched()

@@ -6,7 +6,9 @@ So the usual call, one thread that asks and waits, has no hand-over between thre
 for which nobody waits (futures) are noticed by the watch, which lends a thread to read them.
 
 The rules that make this safe:
-- `_reading` is set and cleared under `_roles`; who finds it clear and wants a reply sets it.
+- `_reading` is set and cleared under `_roles`; who finds it clear and wants a reply sets it, and
+  puts its thread into `_reader`. An interrupt (Ctrl-C) may come between any two steps: whoever is
+  interrupted looks there whether the role is its own, and gives it up.
 - Who gives the role up either passes it to a waiter that is not settled (the *heir*), or clears it,
   in one step under `_roles`: a waiter that registered before that step is found, one that comes
   after finds the role free. An heir whose call is settled meanwhile gives the role up in turn.
@@ -22,10 +24,12 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.cargo import Cargo, weigh
+from telegrad.rpc.interrupts import may_be_interrupted, raise_if_put_off
 from telegrad.rpc.members import Member
 from telegrad.rpc.watch import ENDED, READABLE
 from telegrad.wire.codec import Packed
@@ -53,6 +57,7 @@ class Outgoing:
         self.gone = False
         self._roles = threading.Lock()
         self._reading = False
+        self._reader = 0
         self._waiters: dict[int, Pending] = {}
         self._heir: Pending | None = None
         self._armed = False
@@ -73,22 +78,35 @@ class Outgoing:
         """Return when the call is settled, or at `until`."""
         if self.link.has_unwritten:
             self.link.flush(pending.deadline)
-        while not pending.done:
-            with self._roles:
-                if pending.done:
+        try:
+            while not pending.done:
+                if self._begin_to_read(pending) or self._await_turn(pending, until):
+                    self._read_until(pending, until)
+                if until <= self.agent.node.runtime.now():
                     return
-                reads = not self._reading
-                if reads:
-                    self._reading = True
-                else:
-                    if pending.latch is None:
-                        pending.latch = latched()
-                    self._waiters[pending.call_id] = pending
-            if reads or self._await_turn(pending, until):
-                self._read_until(pending, until)
-            if until <= self.agent.node.runtime.now():
-                return
+        except BaseException:
+            self._not_interrupted_while_reading()
+            raise
 
+    def _begin_to_read(self, pending: Pending | None = None) -> bool:
+        """Take the reading role if nobody has it; else a call that waits is put on the queue."""
+        with self._roles:
+            if not self._reading:
+                self._reader = get_ident()
+                self._reading = True
+                return True
+            if pending is not None:
+                if pending.latch is None:
+                    pending.latch = latched()
+                self._waiters[pending.call_id] = pending
+            return False
+
+    def _not_interrupted_while_reading(self) -> None:
+        """An exception came: the calling thread must not keep the role."""
+        if self._reader == get_ident():
+            self._give_up_reading()
+
+    @may_be_interrupted
     def _await_turn(self, pending: Pending, until: float) -> bool:
         """Wait until the call is settled or the reading role is ours. True: read on."""
         latch = pending.latch
@@ -123,6 +141,7 @@ class Outgoing:
             self._waiters.pop(pending.call_id, None)
             heir = self._heir is pending
             if heir:
+                self._reader = get_ident()
                 self._heir = None
         return heir
 
@@ -135,6 +154,7 @@ class Outgoing:
                 self._disarm()
             while not pending.done:
                 if self._take_one(link) is None:
+                    raise_if_put_off()
                     time_is = now()
                     if pending.deadline <= time_is:
                         self.agent.node.calls.expire_one(pending)
@@ -161,6 +181,7 @@ class Outgoing:
             finally:
                 self._give_up_reading()
 
+        self._reader = 0
         self.agent.threads.run(mend)
 
     def _take_completed(self) -> list[Pending]:
@@ -214,6 +235,7 @@ class Outgoing:
                     handed_on = True
                     break
             self._reading = handed_on
+            self._reader = 0
         if not handed_on and self.agent.node.calls.in_flight(self.member.info.id):
             # Whatever `_armed` says: a reader that disarms and one that arms may have crossed.
             self._armed = True
@@ -222,15 +244,11 @@ class Outgoing:
 
     def _read_while_blocked(self) -> None:
         """A writer finds the stream full: read replies, or two full streams wait for each other."""
-        with self._roles:
-            reads = not self._reading
-            if reads:
-                self._reading = True
-        if not reads:
-            self.link.stream.wait_writable(0.05)
-            return
         broken = False
         try:
+            if not self._begin_to_read():
+                self.link.stream.wait_writable(0.05)
+                return
             poll = select.poll()
             poll.register(self.link.stream.fileno(), select.POLLIN | select.POLLOUT)
             events = poll.poll(100)
@@ -240,8 +258,9 @@ class Outgoing:
             # To mend a link is to wait for its writer, and that is this thread.
             broken = True
         finally:
-            # Nor may the code of users run here: what it sends would wait for this thread.
-            self.agent.complete_elsewhere(self._pass_on_reading())
+            if self._reader == get_ident():
+                # The code of users may not run here: what it sends would wait for this thread.
+                self.agent.complete_elsewhere(self._pass_on_reading())
         if broken:
             self.agent.threads.run(self._read_for_others)
 
@@ -276,10 +295,8 @@ class Outgoing:
         """Read replies for which nobody waits, as long as they come."""
         worker = self.member.info.id
         while True:
-            with self._roles:
-                if self._reading or self.gone:
-                    return
-                self._reading = True
+            if self.gone or not self._begin_to_read():
+                return
             self._disarm()
             frame = None
             try:
@@ -355,11 +372,9 @@ class Outgoing:
 
     def _read_some(self) -> bool:
         """Read what has come, if nobody else reads."""
-        with self._roles:
-            if self._reading:
-                return False
-            self._reading = True
         try:
+            if not self._begin_to_read():
+                return False
             if self._armed:
                 self._disarm()
             self._take_one(self.link)
@@ -369,7 +384,7 @@ class Outgoing:
             self._mend_elsewhere(str(error))
             return True
         except BaseException:
-            self._give_up_reading()
+            self._not_interrupted_while_reading()
             raise
         self._give_up_reading()
         return True

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
+from telegrad.rpc.interrupts import may_be_interrupted
+
 
 class Condition(Protocol):
     """As `threading.Condition`: hold it, wait on it, notify."""
@@ -111,6 +113,7 @@ class _Condition(threading.Condition):
         super().__init__()
         self._runtime = runtime
 
+    @may_be_interrupted
     def wait(self, timeout: float | None = None) -> bool:
         self._runtime.transport.blocking()
         return super().wait(timeout)

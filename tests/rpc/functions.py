@@ -164,6 +164,19 @@ class HoldsLock(Exception):
         self.lock = threading.Lock()
 
 
+class Garbled(Exception):
+    """Made from its `args` again it says something else."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+class Keyword(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise ValueError("no words")
@@ -193,6 +206,8 @@ def raise_named(name: str) -> None:
     makers: dict[str, Any] = {
         "needs two": lambda: NeedsTwo(7, "gate"),
         "holds lock": HoldsLock,
+        "garbled": lambda: Garbled(7),
+        "keyword": lambda: Keyword(code=7),
         "unprintable": Unprintable,
         "breaks": BreaksWhenRebuilt,
         "local": local_error,
@@ -228,6 +243,29 @@ def recurse_for_ever(n: int) -> int:
 
 def give_unsendable() -> Any:
     return threading.Lock()
+
+
+def give_unsendable_inside() -> Any:
+    return {"k": [threading.Lock()]}
+
+
+class FailsToPickle:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("while pickling")
+
+
+class FailsToArrive:
+    def __reduce__(self) -> Any:
+        return (_refuse, ())
+
+
+def give_unreadable() -> Any:
+    return FailsToArrive()
+
+
+@rpc.functions.async_execution
+async def marked_without_need() -> int:
+    return 3
 
 
 async def add_as_coroutine(x: Any, y: Any) -> Any:

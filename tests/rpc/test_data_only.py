@@ -211,7 +211,7 @@ def answer_with_pickle(caller: int, call_id: int) -> None:
     agent = current_node().transport
     assert isinstance(agent, Agent)
     blob = pack(functions.BombError("x")).meta
-    told = {"worker": "b", "type": "t", "message": "m", "traceback": "", "error": blob}
+    told = {"worker": "b", "type": "t", "message": "m", "traceback": "", "forms": [(blob, [])]}
     agent._incoming[caller].link.send(Kind.ERROR, call_id, pack(told).meta)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.wire.errors import Unpackable
+from telegrad.rpc import Unpackable
 from tests.rpc import functions
 from tests.rpc.fleet import Process
 
@@ -54,21 +54,42 @@ def test_an_error_that_crosses_several_workers_names_each() -> None:
     assert "on worker 'worker2'" in text
 
 
-def test_an_error_whose_constructor_needs_arguments_arrives_or_is_described() -> None:
-    error = error_of("needs two")
-    assert "7 at gate" in str(error)
-    assert isinstance(error, functions.NeedsTwo | rpc.RemoteError)
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("needs two", functions.NeedsTwo, "7 at gate"),
+        ("garbled", functions.Garbled, "code 7"),
+        ("keyword", functions.Keyword, "code 7"),
+        ("holds lock", functions.HoldsLock, "it holds a lock"),
+    ],
+)
+def test_an_error_that_its_arguments_do_not_make_keeps_its_type(
+    name: str, kind: type, words: str
+) -> None:
+    error = error_of(name)
+    assert type(error) is kind
+    assert str(error) == words
+    assert "on worker 'worker1'" in str(error.__cause__)
+
+
+def test_an_error_keeps_its_attributes_and_names_those_that_cannot_be_sent() -> None:
+    assert error_of("needs two").__dict__ == {"code": 7, "where": "gate"}
+    assert "left out what cannot be sent of this error: lock" in error_of("holds lock").__notes__[0]
+
+
+def test_tensors_in_an_error_arrive_with_it() -> None:
+    error = error_of("tensor")
+    assert type(error) is ValueError
+    assert torch.equal(error.args[1], torch.ones(100_000))
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("holds lock", ["HoldsLock", "it holds a lock", "worker1"]),
         ("breaks", ["BreaksWhenRebuilt", "worker1"]),
         ("local", ["Local", "made inside of a function", "worker1"]),
         ("unprintable", []),
         ("surrogate", []),
-        ("tensor", []),
     ],
 )
 def test_an_error_that_cannot_travel_is_described(name: str, words: list[str]) -> None:
@@ -102,8 +123,32 @@ def test_a_recursion_error_on_a_worker_is_an_error_and_no_more() -> None:
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_that_says_so() -> None:
-    with pytest.raises((Unpackable, TypeError, rpc.RemoteError), match="lock"):
-        rpc.rpc_sync("worker1", functions.give_unsendable)
+    words = r"result\['k'\]\[0\] \(of type lock\) in the result of .*unsendable_inside on .*worker1"
+    with pytest.raises(Unpackable, match=words):
+        rpc.rpc_sync("worker1", functions.give_unsendable_inside)
+    with pytest.raises(Unpackable, match=r"in the value of a reference on worker 'worker1'"):
+        rpc.remote("worker1", functions.give_unsendable_inside).to_here()
+
+
+def test_what_cannot_be_read_names_the_worker_that_could_not() -> None:
+    with pytest.raises(rpc.CodecError, match=r"worker 'worker1' cannot read a call: .*rebuilt"):
+        rpc.rpc_sync("worker1", functions.echo, args=(functions.FailsToArrive(),))
+    words = r"result of .*give_unreadable on worker 'worker1' cannot be read on worker 'main'"
+    with pytest.raises(rpc.CodecError, match=words):
+        rpc.rpc_sync("worker1", functions.give_unreadable)
+
+
+def test_all_that_telegrad_says_of_values_is_a_telegrad_error() -> None:
+    assert issubclass(Unpackable, rpc.TelegradError)
+    assert issubclass(Unpackable, TypeError)
+    assert issubclass(rpc.CodecError, rpc.TelegradError)
+    assert issubclass(rpc.CodecError, ValueError)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_coroutine_function_needs_no_mark_and_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"an `async def` function needs none"):
+        rpc.rpc_sync("main", functions.marked_without_need)
 
 
 # Bad input on this side: said at once, nothing leaves.
@@ -151,10 +196,30 @@ def test_a_function_that_the_worker_cannot_import_is_named() -> None:
     assert rpc.rpc_sync("worker1", functions.who_am_i) == "worker1"
 
 
-def test_an_argument_that_cannot_be_sent_is_found_by_its_path() -> None:
-    with pytest.raises(Unpackable, match=r"inner") as caught:
-        rpc.rpc_sync("worker1", functions.echo, args=([1, {"inner": threading.Lock()}],))
-    assert "lock" in str(caught.value)
+@pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
+@pytest.mark.parametrize("to", ["worker1", "main"])
+def test_an_argument_that_cannot_be_sent_is_found_by_its_path(call: Any, to: str) -> None:
+    purpose = rf"for the call of tests\.rpc\.functions\.echo on worker '{to}'"
+    with pytest.raises(Unpackable, match=rf"args\[0\]\[1\]\['k'\] \(of type lock\) {purpose}"):
+        call(to, functions.echo, args=([1, {"k": threading.Lock()}],))
+    with pytest.raises(Unpackable, match=rf"kwargs\['x'\] \(of type lock\) {purpose}"):
+        call(to, functions.echo, kwargs={"x": threading.Lock()})
+    with pytest.raises(Unpackable, match=r"cannot send func \(of type function\)"):
+        call(to, lambda: 1)
+
+
+def test_a_methods_argument_that_cannot_be_sent_is_found_by_its_path() -> None:
+    rref = rpc.remote("worker1", dict)
+    with pytest.raises(
+        Unpackable, match=r"args\[0\] .* for the call of update on worker 'worker1'"
+    ):
+        rref.rpc_sync().update(threading.Lock())
+
+
+@pytest.mark.parametrize("value", [functions.FailsToPickle(), torch.futures.Future()])
+def test_whatever_pickling_raises_is_said_of_the_argument(value: Any) -> None:
+    with pytest.raises(Unpackable, match=r"args\[0\].*pickle refuses it: .*; leave it out"):
+        rpc.rpc_sync("worker1", functions.echo, args=(value,))
 
 
 def test_what_is_not_callable_is_an_error() -> None:

@@ -146,6 +146,7 @@ def test_workers_come_and_go_without_a_world_size(start: Start) -> None:
     b.do(rpc.shutdown)
     with pytest.raises(rpc.WorkerLost, match="'b' is gone: it has left the job"):
         a.do(call, "b", functions.who_am_i)
+    assert [info.name for info in a.do(rpc.get_worker_infos)] == ["a", "c"]
     assert a.do(call, "c", functions.who_am_i) == "c"
     c.do(rpc.shutdown)
     a.do(rpc.shutdown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -359,6 +360,35 @@ def test_unpackable_says_why() -> None:
     for value, reason in cases:
         with pytest.raises(Unpackable, match=reason):
             pack([value])
+
+
+class FailsToPickle:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("while pickling")
+
+
+def test_whatever_pickling_raises_is_unpackable() -> None:
+    with pytest.raises(
+        Unpackable, match=r"value\[0\].*ZeroDivisionError: while pickling"
+    ) as caught:
+        pack([FailsToPickle()])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_do_not_travel_say_what_to_send_instead() -> None:
+    parts = [torch.ones(2), torch.ones(3)]
+    cases: list[tuple[Any, str]] = [
+        (torch.nested.nested_tensor(parts), "layout=torch.jagged"),
+        (torch.empty(4, dtype=torch.quint8), "dequantize"),
+        (torch.empty(4, dtype=torch.quint4x2), "dequantize"),
+        (torch.ones(3).untyped_storage(), "send a tensor that uses it"),
+    ]
+    for value, advice in cases:
+        for message in ([value], [value, torch.ones(1)]):
+            with pytest.raises(Unpackable, match=advice) as caught:
+                pack(message)
+            assert not re.search("(?i)internal|issue|bug", str(caught.value))
 
 
 def test_tensor_without_memory_is_unpackable() -> None:

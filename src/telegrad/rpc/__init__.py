@@ -16,6 +16,7 @@ from telegrad.rpc.api import (
 )
 from telegrad.rpc.errors import (
     CallTimeout,
+    CodecError,
     JobClosed,
     LostWithWorker,
     NotInitialized,
@@ -25,6 +26,7 @@ from telegrad.rpc.errors import (
     RendezvousError,
     TelegradError,
     UnknownWorker,
+    Unpackable,
     WorkerLost,
 )
 from telegrad.rpc.futures import CallFuture
@@ -35,6 +37,7 @@ from telegrad.rpc.worker import WorkerInfo
 __all__ = [
     "CallFuture",
     "CallTimeout",
+    "CodecError",
     "JobClosed",
     "Limits",
     "LostWithWorker",
@@ -46,6 +49,7 @@ __all__ = [
     "RendezvousError",
     "TelegradError",
     "UnknownWorker",
+    "Unpackable",
     "WorkerInfo",
     "WorkerLost",
     "debug_info",

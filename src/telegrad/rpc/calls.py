@@ -122,7 +122,9 @@ def describe_target(target: object) -> str:
     module = getattr(target, "__module__", None)
     if name is None:
         return repr(target)
-    return f"{module}.{name}" if module else str(name)
+    # torch.add and others say that they belong to a class that nobody knows.
+    name = str(name).removeprefix("_VariableFunctionsClass.")
+    return f"{module}.{name}" if module else name
 
 
 class Calls:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Self
 
-
-class TelegradError(RuntimeError):
-    """Something that telegrad itself has to report."""
+from telegrad.wire.errors import CodecError as CodecError
+from telegrad.wire.errors import TelegradError as TelegradError
+from telegrad.wire.errors import Unpackable as Unpackable
 
 
 class NotInitialized(TelegradError):

@@ -151,6 +151,11 @@ class Members:
         return [self._by_id[worker] for worker in sorted(self._by_id)]
 
     def infos(self) -> list[WorkerInfo]:
-        """Of several incarnations of a worker the last."""
-        members = self.members()
-        return [m.info for m in members if self._by_name.get(m.info.name) == m.info]
+        """Of several incarnations of a worker the last; in an open job, those that are there."""
+        is_open = self._look_up is not None and self._ranks is None
+        infos = [member.info for member in self.members()]
+        return [
+            info
+            for info in infos
+            if self._by_name.get(info.name) == info and not (is_open and info.id in self._lost)
+        ]

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad.rpc.calls import Calls, Pending, afresh
+from telegrad.rpc.calls import Calls, Pending, afresh, describe_target
 from telegrad.rpc.closing import CLOSING
 from telegrad.rpc.coroutines import Coroutines
 from telegrad.rpc.crossing import Crossing, NoCrossing, Scope
@@ -28,10 +28,10 @@ from telegrad.rpc.errors import (
     NotInitialized,
     Refused,
     RemoteError,
-    RemoteTraceback,
     TelegradError,
     WorkerLost,
 )
+from telegrad.rpc.failures import describe_error, rebuild_error, told_error
 from telegrad.rpc.limits import Limits, default_limits
 from telegrad.rpc.members import Members
 from telegrad.rpc.results import Later, as_result
@@ -39,7 +39,7 @@ from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.values import Values
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed, Trust, is_exported, pack, unpack
-from telegrad.wire.errors import CodecError
+from telegrad.wire.errors import CodecError, Unpackable
 from telegrad.wire.frames import Frame, Kind
 
 DEFAULT_TIMEOUT = 60.0
@@ -202,7 +202,10 @@ class Node:
         on_settled: Callable[[Pending], None] | None = None,
     ) -> Pending:
         worker, target = to.id, request[0]
-        packed, note = self._prepare(request, worker, scope)
+        try:
+            packed, note = self._prepare(request, worker, scope)
+        except Unpackable as problem:
+            raise _of_call(problem, request, to.name) from problem.__cause__
         pending = self.calls.begin(to, target, timeout, self.runtime.now())
         pending.carried = self.values.packed()
         if target != CLOSING:
@@ -243,10 +246,15 @@ class Node:
             raise RemoteError(
                 f"The result of {pending.describe()} cannot be read: {error!r}"
             ) from error
+        except CodecError as error:
+            raise CodecError(
+                f"the result of {pending.describe()} cannot be read on worker "
+                f"{self.info.name!r}: {error}"
+            ) from error.__cause__
         finally:
             self.values.opened()
         if frame.kind == Kind.ERROR:
-            raise _rebuild_error(_told_error(value), self.trust)
+            raise rebuild_error(told_error(value), self.trust)
         return value
 
     def discard(self, sender: int, frame: Frame) -> None:
@@ -306,6 +314,8 @@ class Node:
             target, args, kwargs = request
         except BaseException as error:
             self._finished.add(sender)
+            if isinstance(error, CodecError):
+                error = self._unreadable(error)
             return self._failure(error)
         if scope is None:
             return self._run(sender, frame.call_id, target, args, kwargs, None)
@@ -327,11 +337,16 @@ class Node:
             if type(result) is Later:
                 self._reply_later(sender, call_id, result, scope, target)
                 return None
-            reply = self._success(sender, result, scope)
+            reply = self._success(sender, result, scope, target)
         except BaseException as error:
             reply = self._failure(error)
         self._finished.add(sender)
         return reply
+
+    def _unreadable(self, error: CodecError) -> CodecError:
+        named = CodecError(f"worker {self.info.name!r} cannot read a call: {error}")
+        named.__cause__ = error.__cause__
+        return named
 
     def require_exported(self, target: object) -> None:
         if not is_exported(target):
@@ -358,7 +373,7 @@ class Node:
         def finish(value: object, error: BaseException | None) -> None:
             if error is None:
                 try:
-                    reply = self._success(to, value, scope)
+                    reply = self._success(to, value, scope, target)
                 except BaseException as problem:
                     reply = self._failure(problem)
             else:
@@ -390,13 +405,16 @@ class Node:
             raise TelegradError(f"worker {self.info.name!r} knows no operation {name!r}")
         return operation
 
-    def _success(self, to: int, value: object, scope: Scope | None) -> Reply:
-        packed, note = self._prepare(value, to, scope)
+    def _success(self, to: int, value: object, scope: Scope | None, target: object) -> Reply:
+        try:
+            packed, note = self._prepare(value, to, scope)
+        except Unpackable as problem:
+            raise _of_result(problem, target, self.info.name) from problem.__cause__
         self.values.packed()
         return Reply(Kind.REPLY, packed, note)
 
     def _failure(self, error: BaseException) -> Reply:
-        return Reply(Kind.ERROR, pack(_describe_error(self.info.name, error, self.trust)))
+        return Reply(Kind.ERROR, pack(describe_error(self.info.name, error, self.trust)))
 
     # Packing: references that leave in a message that never leaves must be taken back.
 
@@ -494,58 +512,32 @@ class Node:
         return cut
 
 
-def _describe_error(worker: str, error: BaseException, trust: Trust) -> dict[str, object]:
-    """An error as data that anyone can read, with the object itself where that can travel."""
-    kind = type(error)
-    blob: bytes | None = None
-    try:
-        packed = pack(error, None, trust)
-        if not packed.buffers:
-            blob = packed.meta
-    except BaseException:
-        blob = None
-    try:
-        message = str(error)
-    except BaseException:
-        message = "(its message could not be read)"
-    return {
-        "worker": worker,
-        "type": f"{kind.__module__}.{kind.__qualname__}",
-        "message": message,
-        "traceback": "".join(traceback.format_exception(error)),
-        "error": blob,
-    }
+def _of_call(problem: Unpackable, request: tuple[Any, Any, Any], to: str) -> Unpackable:
+    """The same problem in the caller's words: of the function, `args` or `kwargs` of a call."""
+    target, prefix, first = request[0], "value", 0
+    if type(target) is str:
+        if target not in ("create", "fill", "invoke"):
+            return problem
+        # The operation's arguments are a reference, and what the user gave.
+        target, prefix, first = request[1][1], "value[1]", 1
+    path = "the arguments" if problem.path == "value" else "a part of func, args or kwargs"
+    for number, name in enumerate(("func", "args", "kwargs"), first):
+        place = f"{prefix}[{number}]"
+        if problem.path.startswith(place):
+            path = name + problem.path.removeprefix(place)
+    return problem.saying(path, f" for the call of {describe_target(target)} on worker {to!r}")
 
 
-def _told_error(value: Any) -> dict[str, Any]:
-    match value:
-        case {
-            "worker": str(),
-            "type": str(),
-            "message": str(),
-            "traceback": str(),
-            "error": None | bytes(),
-        }:
-            return dict(value)
-    raise CodecError("an error came in a form that cannot be read")
-
-
-def _rebuild_error(data: dict[str, Any], trust: Trust) -> BaseException:
-    error: BaseException | None = None
-    if data["error"] is not None:
-        try:
-            rebuilt = unpack(data["error"], [], None, trust)
-            if isinstance(rebuilt, Exception):
-                error = rebuilt
-        except Exception:
-            error = None
-    if error is None:
-        error = RemoteError(
-            f"A call failed on worker {data['worker']!r}. Original exception on remote side was "
-            f"{data['type']}: {data['message']}"
-        )
-    error.__cause__ = RemoteTraceback(data["worker"], data["traceback"])
-    return error
+def _of_result(problem: Unpackable, target: object, worker: str) -> Unpackable:
+    """The same problem in the callee's words: of the result of a call."""
+    path = problem.path.replace("value", "result", 1)
+    if target == "fetch":
+        whose = "the value of a reference"
+    elif type(target) is str:
+        whose = "the result of a method"
+    else:
+        whose = f"the result of {describe_target(target)}"
+    return problem.saying(path, f" in {whose} on worker {worker!r}")
 
 
 def report_background_error(where: str) -> None:

@@ -35,10 +35,15 @@ def as_result(coroutines: Coroutines, target: object, result: Any) -> Any:
 def _from_future(target: object, future: Any) -> Later:
     # What `then` gives is a future of the C++ class only.
     if not isinstance(future, torch._C.Future):
+        if type(future) is CoroutineType:
+            # It will not run: without this Python warns that it was never awaited.
+            future.close()
         raise RuntimeError(
+            # The beginning is torch's, whose name for the decorator is not the one in use.
             "Functions decorated with @rpc.async_function must return a torch.futures.Future "
-            f"object, but {target!r} returned {type(future).__name__}. Return the future itself, "
-            "or drop the decorator."
+            f"object, but {target!r}, which has @rpc.functions.async_execution, returned "
+            f"{type(future).__name__}. Return the future itself, or drop the decorator: an "
+            "`async def` function needs none."
         )
 
     def subscribe(finish: Finish) -> None:

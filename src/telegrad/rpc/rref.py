@@ -118,7 +118,9 @@ class RRef(Generic[T]):
             limit = self._node.timeout if timeout is None else timeout
             value: T = self._node.values.value(self._reference, limit)
             return value
-        return self._node.wait(self._request("fetch", timeout))  # type: ignore[no-any-return]
+        request = self._request("fetch", timeout)
+        request.target = "to_here()"
+        return self._node.wait(request)  # type: ignore[no-any-return]
 
     def _request(self, operation: str, timeout: float | None, *args: object) -> Pending:
         return self._node.call(
@@ -234,6 +236,7 @@ def remote_reference(
             timeout,
             on_created or _nothing,
         )
+        rref._creation.target = target
         return rref
     created = node.values.name_remote(to.id)
     data = (tuple(created.reference), tuple(created.fork))
@@ -252,6 +255,7 @@ def remote_reference(
         raise
     rref = cls._of(node, created.reference, created.fork)
     rref._creation = creation
+    creation.target = target
     return rref
 
 

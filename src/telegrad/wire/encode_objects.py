@@ -6,7 +6,6 @@ methods are a function and a self. Extensions travel as what they reduce to. The
 
 from __future__ import annotations
 
-import pickle
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -21,6 +20,7 @@ from types import (
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from telegrad.wire.classes import dataclass_fields, is_namedtuple
@@ -147,13 +147,22 @@ def _opaque(e: Encoder, obj: Any) -> None:
         e.pickler = TreePickler(e.memo.get)
     try:
         e.pickler.dump(obj)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-        raise Refusal(obj, f"pickle refuses it: {error}") from error
+    except Exception as error:
+        # Pickling runs code of the object's class, which may raise anything.
+        raise Refusal(
+            obj,
+            f"pickle refuses it: {type(error).__name__}: {error}; leave it out, say in its class "
+            "how it pickles (__reduce__ or __getstate__), or send an RRef to it",
+        ) from error
     buffers, e.pickler.buffers = e.pickler.buffers, []
     attached, e.pickler.attached = e.pickler.attached, []
     write_items(e, attached, Tag.OPAQUE)
     e.buffers += buffers
     e.number(obj)
+
+
+def _storage(e: Encoder, obj: Any) -> None:
+    raise Refusal(obj, "a storage does not travel by itself; send a tensor that uses it")
 
 
 # Weak, because classes may be made and dropped at run time.
@@ -184,6 +193,8 @@ def _suited(cls: type) -> Writer:
 WRITERS.otherwise = _writer_for
 WRITERS.update(
     {
+        torch.UntypedStorage: _storage,
+        torch.TypedStorage: _storage,
         type: _named,
         FunctionType: _named,
         BuiltinFunctionType: _builtin,

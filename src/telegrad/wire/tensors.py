@@ -85,8 +85,21 @@ def write_table(tensors: Sequence[torch.Tensor], out: bytearray, buffers: list[m
     for tensor in tensors:
         try:
             _write_record(tensor, out, buffers, shared.get(id(tensor)))
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise Refusal(tensor, f"torch does not give its bytes: {error}") from error
+        except ValueError as error:
+            raise Refusal(tensor, str(error)) from error
+        except (RuntimeError, NotImplementedError) as error:
+            raise _without_bytes(tensor) from error
+
+
+def _without_bytes(tensor: torch.Tensor) -> Refusal:
+    """What torch says in such a case speaks of its insides; it is the cause."""
+    if tensor.is_nested:
+        form = "is nested without being jagged; make it with layout=torch.jagged"
+    elif tensor.is_quantized:
+        form = f"is of {tensor.dtype} and has no scale; quantize a tensor, or dequantize this one"
+    else:
+        form = "keeps them to itself; send a dense tensor that is made of it"
+    return Refusal(tensor, f"torch does not give the bytes of a tensor that {form}")
 
 
 def _write_record(
@@ -213,7 +226,7 @@ def _shared_stretches(tensors: Sequence[torch.Tensor]) -> dict[int, _Stretch]:
                 storage = tensor.untyped_storage()
                 key = (storage.data_ptr(), storage.nbytes(), tensor.device)
             except (RuntimeError, NotImplementedError) as error:
-                raise Refusal(tensor, f"torch does not give its bytes: {error}") from error
+                raise _without_bytes(tensor) from error
             storages.setdefault(key, []).append(tensor)
     return {
         id(member): stretch

@@ -1,0 +1,131 @@
+"""An error that a call ends with, as data that anyone can read, and back.
+
+The words always travel: worker, type, message, traceback. In a job that trusts with code the error
+travels as well, in up to two forms, of which the caller takes the first that gives the same words:
+
+- *whole*, as it pickles. Pickle calls the class with `args` again, which fails, or garbles the
+  message, for a class whose `__init__` takes something else.
+- *in parts*: class, `args` and attributes, put together without `__init__`. Attributes that cannot
+  travel stay behind, and a note on the error names them.
+
+If neither can be had, or in a job that takes data only, a `RemoteError` has the words. So it is for
+`KeyboardInterrupt`, `SystemExit` and whatever else is no `Exception`: it must not end the caller.
+"""
+
+from __future__ import annotations
+
+import traceback
+from types import FunctionType
+from typing import Any
+
+from telegrad.rpc.errors import RemoteError, RemoteTraceback
+from telegrad.wire.codec import CodecError, Trust, Unpackable, pack, unpack
+
+# An error that holds more than this in tensors is described instead.
+MAX_TENSOR_BYTES = 1 << 26
+
+Form = tuple[bytes, list[bytes]]
+
+
+def describe_error(worker: str, error: BaseException, trust: Trust) -> dict[str, object]:
+    kind = type(error)
+    return {
+        "worker": worker,
+        "type": f"{kind.__module__}.{kind.__qualname__}",
+        "message": _words_of(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "forms": _forms_of(error, trust),
+    }
+
+
+def told_error(value: Any) -> dict[str, Any]:
+    match value:
+        case {
+            "worker": str(),
+            "type": str(),
+            "message": str(),
+            "traceback": str(),
+            "forms": list(),
+        }:
+            return dict(value)
+    raise CodecError("an error came in a form that cannot be read")
+
+
+def rebuild_error(data: dict[str, Any], trust: Trust) -> Exception:
+    rebuilt = (_rebuilt(form, trust) for form in data["forms"][:2])
+    errors = [error for error in rebuilt if error is not None]
+    fitting = (error for error in errors if _words_of(error) == data["message"])
+    error = next(fitting, errors[0] if errors else None)
+    if error is None:
+        error = RemoteError(
+            f"A call failed on worker {data['worker']!r}. Original exception on remote side was "
+            f"{data['type']}: {data['message']}"
+        )
+    error.__cause__ = RemoteTraceback(data["worker"], data["traceback"])
+    return error
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:
+        return "(its message could not be read)"
+
+
+def _forms_of(error: BaseException, trust: Trust) -> list[Form]:
+    whole = _form(error, trust)
+    if whole is not None and not isinstance(type(error).__init__, FunctionType):
+        return [whole]
+    in_parts = None
+    if trust is Trust.CODE and isinstance(error, Exception):
+        in_parts = _form((type(error), error.args, _attributes_of(error)), trust)
+    return [form for form in (whole, in_parts) if form is not None]
+
+
+def _form(value: object, trust: Trust) -> Form | None:
+    # BaseException: whatever the code of the error's class does, the call has to be answered.
+    try:
+        packed = pack(value, None, trust)
+        if sum(buffer.nbytes for buffer in packed.buffers) > MAX_TENSOR_BYTES:
+            return None
+        return packed.meta, [bytes(buffer) for buffer in packed.buffers]
+    except BaseException:
+        return None
+
+
+def _attributes_of(error: Exception) -> dict[str, object]:
+    kept, left_out = {}, []
+    for name, value in error.__dict__.items():
+        try:
+            pack(value)
+            kept[name] = value
+        except Unpackable:
+            left_out.append(name)
+    if left_out:
+        note = f"telegrad left out what cannot be sent of this error: {', '.join(left_out)}"
+        kept["__notes__"] = [*getattr(error, "__notes__", ()), note]
+    return kept
+
+
+def _rebuilt(form: Any, trust: Trust) -> Exception | None:
+    try:
+        meta, buffers = form
+        if type(meta) is not bytes or any(type(buffer) is not bytes for buffer in buffers):
+            return None
+        value = unpack(meta, [bytearray(buffer) for buffer in buffers], None, trust)
+        if trust is Trust.CODE and type(value) is tuple:
+            value = _put_together(*value)
+    except Exception:
+        return None
+    return value if isinstance(value, Exception) else None
+
+
+def _put_together(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    if not issubclass(kind, Exception):
+        raise TypeError(f"{kind!r} is no class of errors")
+    # An OSError takes its arguments in `__new__`, and no other `__new__` may make one.
+    new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__
+    error = new(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error

@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pytest
 
+import telegrad
 from telegrad.launch.errors import LaunchError
 from telegrad.launch.job import Conduct
 from telegrad.launch.local import run_with, worker_names
@@ -290,6 +291,31 @@ def test_names_of_workers() -> None:
         worker_names(-1)
     with pytest.raises(TypeError, match="one string"):
         worker_names("ps")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"main": 3}, "main=3 cannot be called"),
+        ({"workers": True}, "workers=True is a bool: give a number or a list"),
+        ({"workers": 1.5}, "workers=1.5 is a float: give a number or a list"),
+        ({"workers": ["a b"]}, "name must match .*'a b'"),
+        ({"workers": [1, 2]}, "name must be a string, but got 1"),
+        ({"threads_per_worker": 0}, "threads_per_worker=0: .* at least 1"),
+        ({"timeout": -1}, "timeout=-1: .* greater than 0"),
+        ({"liveness": -1}, "liveness=-1: .* greater than 0"),
+        ({"seed": "x"}, "seed='x' is a str: give a whole number"),
+        ({"env": {"A": 1}}, "env={'A': 1}: give names and values as strings"),
+        ({"env": ["A=1"]}, "env is a list: give a dict"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_before_a_process_starts(
+    options: dict[str, Any], words: str
+) -> None:
+    before = forkservers()
+    with pytest.raises((ValueError, TypeError), match=words):
+        telegrad.run(**({"main": int, "workers": 1} | options))
+    assert forkservers() == before
 
 
 def test_the_number_of_workers_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.rpc.errors import InvalidWorker
 from telegrad.wire.keys import JobKeyError
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Process, join, serve_store
@@ -283,18 +285,40 @@ def test_a_missing_worker_is_named_after_the_join_timeout(start: Start, tmp_path
         start().do(init, "a", rank=0, world_size=2, init_method=url, join_timeout=1.0)
 
 
-def test_a_port_that_is_taken_is_named(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [(0, "give all workers another"), (1, "did not answer: .*is it what listens")],
+)
+def test_a_port_at_which_no_store_listens_is_named_within_the_join_timeout(
+    start: Start, rank: int, words: str
+) -> None:
+    process = start()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(Exception, match=str(port)):
-            start().do(
-                init,
-                "a",
-                rank=0,
-                world_size=1,
-                init_method=f"tcp://127.0.0.1:{port}",
-                join_timeout=2.0,
-            )
+        url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(rpc.RendezvousError, match=f"'a'.*{url}.*{words}") as raised:
+            process.do(init, "a", rank=rank, world_size=2, init_method=url, join_timeout=1.0)
+        assert time.monotonic() - started < 5
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("file:///no/such/directory/meeting", "there is no directory '/no/such/directory'"),
+        ("pigeon://roof", "give 'env://', 'tcp://host:port' or 'file:///path'"),
+        ("tcp://127.0.0.1", "the same init_method"),
+        (None, "set MASTER_ADDR"),
+    ],
+)
+def test_an_init_method_that_names_no_store_is_refused(
+    url: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    started = time.monotonic()
+    with pytest.raises(rpc.RendezvousError, match=words):
+        rpc.init_rpc("a", rank=0, world_size=1, init_method=url, join_timeout=5.0)
+    assert time.monotonic() - started < 5
 
 
 def test_an_address_that_is_not_ours_is_refused(start: Start, tmp_path: Path) -> None:
@@ -311,13 +335,35 @@ def test_an_address_that_is_not_ours_is_refused(start: Start, tmp_path: Path) ->
         ({"transports": ("carrier pigeon",)}, "some of"),
         ({"transports": ()}, "some of"),
         ({"trust": "blind"}, "'code' or 'data'"),
+        ({"limits": 5}, r"limits=5: give a telegrad\.rpc\.Limits"),
+        ({"world_size": 0}, "world_size=0: .* at least 1"),
+        ({"world_size": -3}, "world_size=-3: .* at least 1"),
+        ({"world_size": "2"}, "world_size='2' is a str: give a whole number"),
+        ({"rank": "0"}, "rank='0' is a str: give a whole number"),
+        ({"rank": True}, "rank=True is a bool: give a whole number"),
+        ({"rank": -1, "world_size": None}, "rank=-1: .* at least 0"),
+        ({"life": -1}, "life=-1: .* at least 0"),
+        ({"rpc_timeout": -1}, "rpc_timeout=-1: .* 0 for no bound"),
+        ({"rpc_timeout": math.nan}, "rpc_timeout=nan: .* 0 for no bound"),
+        ({"rpc_timeout": "x"}, "rpc_timeout='x' is a str"),
+        ({"join_timeout": -1}, "join_timeout=-1: .* greater than 0"),
+        ({"join_timeout": math.inf}, "join_timeout=inf: .* greater than 0"),
+        ({"liveness": -1}, "liveness=-1: .* greater than 0"),
+        ({"liveness": 0}, "liveness=0: .* greater than 0"),
+        ({"key": "x" * 32}, "key is a str: give bytes"),
+        ({"store": "here"}, "store='here': give one of torch's stores"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(
-    start: Start, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        start().do(init, "a", rank=0, world_size=1, **options)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words) as raised:
+        init("a", **({"rank": 0, "world_size": 1} | options))
+    assert "xxxx" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "number"), [(3, 1), (None, 1), ("a", "1"), ("a", 1.0)])
+def test_a_worker_info_has_a_string_and_a_whole_number(name: Any, number: Any) -> None:
+    with pytest.raises(InvalidWorker, match="must be a"):
+        rpc.WorkerInfo(name, number)
 
 
 def test_a_second_init_and_a_call_before_init_or_after_shutdown_are_refused(start: Start) -> None:

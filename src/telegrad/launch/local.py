@@ -20,7 +20,7 @@ import queue
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from telegrad.launch.conduct import RPC, WORKERS_VARIABLE
@@ -30,6 +30,8 @@ from telegrad.launch.processes import LocalProcesses
 from telegrad.launch.script import find_main, is_installing
 from telegrad.launch.store import host_store
 from telegrad.launch.worker import seed_everything
+from telegrad.rpc.arguments import check_seconds, check_whole
+from telegrad.rpc.worker import WorkerInfo
 
 T = TypeVar("T")
 
@@ -88,6 +90,10 @@ def worker_names(workers: int | Sequence[str] | None) -> tuple[str, ...]:
     """The names of the workers besides main."""
     if workers is None:
         workers = _number_from_environment()
+    if isinstance(workers, bool) or not isinstance(workers, int | Iterable):
+        raise TypeError(
+            f"workers={workers!r} is a {type(workers).__name__}: give a number or a list of names"
+        )
     if isinstance(workers, int):
         if workers < 0:
             raise ValueError(f"workers={workers}: give the number of workers, 0 or more")
@@ -95,7 +101,8 @@ def worker_names(workers: int | Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(workers, str):
         raise TypeError(f"workers={workers!r} is one string: give a number or a list of names")
     names = tuple(workers)
-    for name in names:
+    for rank, name in enumerate(names, 1):
+        WorkerInfo(name, rank)
         if name == MAIN_WORKER or names.count(name) > 1:
             raise ValueError(
                 f"the worker name {name!r} is given twice: each worker needs a name of its own, "
@@ -138,6 +145,7 @@ def run_with(
         raise ValueError(
             f"restarts={restarts!r}: give how often a worker may start anew, 0 or more"
         )
+    _check(main, env, threads, seed, timeout, liveness)
     life = 0 if restarts else None
     store = host_store(timeout)
     key = secrets.token_bytes(32)
@@ -178,6 +186,23 @@ def run_with(
         raise
     processes.end()
     return result
+
+
+def _check(
+    main: object, env: object, threads: int, seed: int | None, timeout: float, liveness: float
+) -> None:
+    if not callable(main):
+        raise TypeError(f"main={main!r} cannot be called: give the function that is to run here")
+    if not isinstance(env, Mapping):
+        raise TypeError(f"env is a {type(env).__name__}: give a dict of names and values")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"env={{{name!r}: {value!r}}}: give names and values as strings")
+    check_whole("threads_per_worker", threads, least=1)
+    if seed is not None:
+        check_whole("seed", seed)
+    check_seconds("timeout", timeout)
+    check_seconds("liveness", liveness)
 
 
 def _orders(conduct: Conduct, seats: tuple[Seat, ...], threads: int, seed: int | None) -> Orders:

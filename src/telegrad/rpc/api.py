@@ -15,6 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from telegrad.rpc import interrupts
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.arguments import check_bound, check_seconds, check_whole
 from telegrad.rpc.closing import Closing
 from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
@@ -28,9 +29,10 @@ from telegrad.rpc.node import (
     find_node,
     set_process_node,
 )
-from telegrad.rpc.rendezvous import Rendezvous, open_store
+from telegrad.rpc.rendezvous import Rendezvous, check_rank
 from telegrad.rpc.rref import RRef, remote_reference
 from telegrad.rpc.runtime import ThreadRuntime, Threads
+from telegrad.rpc.store import open_store
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Trust
 from telegrad.wire.keys import JobKey
@@ -91,12 +93,19 @@ def init_rpc(
                 "RPC is already initialized in this process: call telegrad.rpc.shutdown() first"
             )
         host = host or os.environ.get(HOST_VARIABLE)
-        trusted = _check_options(trust, transports, host)
+        trusted = _check_options(trust, transports, host, limits)
+        _check_place(name, rank, world_size, life)
+        check_bound("rpc_timeout", rpc_timeout)
+        check_seconds("join_timeout", join_timeout)
+        check_seconds("liveness", liveness)
+        if store is not None and not isinstance(store, Store):
+            raise TypeError(f"store={store!r}: give one of torch's stores, or an init_method=")
+        job_key = JobKey(key) if key is not None else None
         if store is None:
-            store, rank, world_size = open_store(init_method, rank, world_size, join_timeout)
+            store, rank, world_size = open_store(name, init_method, rank, world_size, join_timeout)
         visit = Rendezvous(store, name, rank, world_size, join_timeout, life)
         try:
-            meeting, members = _enter(visit, key, host, plaintext, transports)
+            meeting, members = _enter(visit, job_key, host, plaintext, transports)
         except BaseException:
             visit.leave()
             raise
@@ -116,7 +125,9 @@ def init_rpc(
         agent.start(announce=bool(life))
 
 
-def _check_options(trust: str, transports: Collection[str], host: str | None) -> Trust:
+def _check_options(
+    trust: str, transports: Collection[str], host: str | None, limits: Limits | None
+) -> Trust:
     unknown = sorted(set(transports) - {"unix", "tcp"})
     if isinstance(transports, str) or unknown or not transports:
         raise ValueError(f"transports={transports!r}: give some of ('unix', 'tcp')")
@@ -124,17 +135,31 @@ def _check_options(trust: str, transports: Collection[str], host: str | None) ->
         raise ValueError("a worker that is called over TCP only needs an address: give host=")
     if trust not in ("code", "data"):
         raise ValueError(f"trust={trust!r}: it is 'code' or 'data'")
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits={limits!r}: give a telegrad.rpc.Limits(...)")
     return Trust(trust)
+
+
+def _check_place(name: str, rank: int | None, world_size: int | None, life: int | None) -> None:
+    WorkerInfo(name, 0)
+    if world_size is not None:
+        check_whole("world_size", world_size, least=1)
+    if rank is not None:
+        check_whole("rank", rank, least=None if world_size else 0)
+        if world_size is not None:
+            check_rank(name, rank, world_size)
+    if life is not None:
+        check_whole("life", life, least=0)
 
 
 def _enter(
     visit: Rendezvous,
-    key: bytes | None,
+    key: JobKey | None,
     host: str | None,
     plaintext: bool,
     transports: Collection[str],
 ) -> tuple[Meeting, Members]:
-    meeting = visit.prepare(JobKey(key) if key is not None else None, host, plaintext, transports)
+    meeting = visit.prepare(key, host, plaintext, transports)
     try:
         return meeting, visit.join(meeting)
     except BaseException:

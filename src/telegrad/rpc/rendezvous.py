@@ -30,13 +30,11 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from telegrad.rpc.entries import Entries
 from telegrad.rpc.errors import RendezvousError
@@ -54,27 +52,12 @@ from telegrad.wire.address import (
 from telegrad.wire.keys import JobKey, key_from_environment, new_key
 
 
-def open_store(
-    init_method: str | None, rank: int | None, world_size: int | None, timeout: float
-) -> tuple[Store, int | None, int | None]:
-    """The store that an address names, with the rank and world size that the address may know."""
-    url = init_method or "env://"
-    limit = timedelta(seconds=timeout)
-    given = {"rank": -1 if rank is None else rank}
-    if world_size is not None:
-        given["world_size"] = world_size
-    elif not url.startswith("env://") or "WORLD_SIZE" not in os.environ:
-        if rank is None and url.startswith("env://") and "RANK" in os.environ:
-            given["rank"] = int(os.environ["RANK"])
-        separator = "&" if "?" in url else "?"
-        url = f"{url}{separator}world_size=-1&rank={given.pop('rank')}"
-    store, found_rank, found_size = next(iter(rendezvous(url, timeout=limit, **given)))
-    store.set_timeout(limit)
-    return (
-        store,
-        found_rank if found_rank >= 0 else None,
-        found_size if found_size > 0 else None,
-    )
+def check_rank(name: str, rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise RendezvousError(
+            f"worker {name!r} has rank {rank} in a job of {world_size}: ranks go from 0 "
+            f"to {world_size - 1}"
+        )
 
 
 class Rendezvous:
@@ -121,11 +104,7 @@ class Rendezvous:
 
     def _visit(self, name: str, rank: int, world_size: int) -> None:
         """In a job of fixed size: those who join for the n-th time meet in a room of their own."""
-        if not 0 <= rank < world_size:
-            raise RendezvousError(
-                f"worker {name!r} has rank {rank} in a job of {world_size}: ranks go from 0 "
-                f"to {world_size - 1}"
-            )
+        check_rank(name, rank, world_size)
         number = self._store.add(f"visits of {rank}", 0 if self._life else 1)
         process = Process.own()
         self._whole_store, self._visitor = self._store, f"visitor {number} of {rank}"

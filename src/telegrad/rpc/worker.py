@@ -24,6 +24,8 @@ class WorkerInfo:
     id: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidWorker(f"Worker name must be a string, but got {self.name!r}.")
         if not self.name:
             raise InvalidWorker("Worker name must be non-empty.")
         if len(self.name) >= _MAX_NAME:
@@ -35,6 +37,10 @@ class WorkerInfo:
             raise InvalidWorker(
                 f"Worker name must match {_NAME.pattern} (letters, digits, '-', '_', ':', '.'), "
                 f"but got {self.name!r}."
+            )
+        if not isinstance(self.id, int):
+            raise InvalidWorker(
+                f"Worker id must be a whole number, but {self.name!r} has {self.id!r}."
             )
         if not 0 <= self.id <= MAX_WORKER_ID:
             raise InvalidWorker(

@@ -34,6 +34,11 @@ class JobKey:
     __slots__ = ("_secret",)
 
     def __init__(self, secret: bytes) -> None:
+        if not isinstance(secret, bytes | bytearray):
+            raise TypeError(
+                f"the job's key is a {type(secret).__name__}: give bytes, as from "
+                "secrets.token_bytes(32)"
+            )
         if len(secret) < MIN_KEY_BYTES:
             raise JobKeyError(
                 f"the job's key has {len(secret)} bytes and needs at least {MIN_KEY_BYTES}: "

@@ -1,0 +1,111 @@
+"""Opening the store in which the workers of a job meet.
+
+Torch opens a store in C++, where no signal arrives, and does not always keep to the time that it
+was given: it waits without end for the answer of a port at which something else listens. So a
+thread opens the store, and the one that calls waits for it no longer than it was told to. A thread
+that is left behind in that way is a daemon, and waits for as long as that port does not answer.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from telegrad.rpc.errors import RendezvousError
+
+# Where torch does keep to its time it knows better than we do why it was not enough.
+_PATIENCE_WITH_TORCH = 0.5
+
+
+def open_store(
+    name: str, init_method: str | None, rank: int | None, world_size: int | None, timeout: float
+) -> tuple[Store, int | None, int | None]:
+    """The store that an address names, with the rank and world size that the address may know."""
+    url = init_method or "env://"
+    _check_directory(url)
+    outcome: queue.SimpleQueue[tuple[Store, int, int] | Exception] = queue.SimpleQueue()
+
+    def open_in_thread() -> None:
+        try:
+            outcome.put(_open(url, rank, world_size, timeout))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=open_in_thread, name="telegrad-store", daemon=True).start()
+    try:
+        found = outcome.get(timeout=min(timeout + _PATIENCE_WITH_TORCH, threading.TIMEOUT_MAX))
+    except queue.Empty:
+        raise RendezvousError(
+            f"worker {name!r} waited {timeout:g} s for the store of init_method={url!r}, which did "
+            "not answer: is rank 0 running, and is it what listens there?"
+        ) from None
+    if isinstance(found, Exception):
+        raise RendezvousError(
+            f"worker {name!r} cannot open the store of init_method={url!r}: {_advice(url, found)} "
+            f"({_first_line(found)})"
+        ) from None
+    store, found_rank, found_size = found
+    return (
+        store,
+        found_rank if found_rank >= 0 else None,
+        found_size if found_size > 0 else None,
+    )
+
+
+def _open(
+    url: str, rank: int | None, world_size: int | None, timeout: float
+) -> tuple[Store, int, int]:
+    limit = timedelta(seconds=timeout)
+    given = {"rank": -1 if rank is None else rank}
+    if world_size is not None:
+        given["world_size"] = world_size
+    elif not url.startswith("env://") or "WORLD_SIZE" not in os.environ:
+        if rank is None and url.startswith("env://") and "RANK" in os.environ:
+            given["rank"] = int(os.environ["RANK"])
+        separator = "&" if "?" in url else "?"
+        url = f"{url}{separator}world_size=-1&rank={given.pop('rank')}"
+    store, found_rank, found_size = next(iter(rendezvous(url, timeout=limit, **given)))
+    store.set_timeout(limit)
+    return store, found_rank, found_size
+
+
+def _check_directory(url: str) -> None:
+    """Torch would wait five minutes for a missing directory to come."""
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        return
+    directory = Path(parts.path).parent
+    if not directory.is_dir():
+        raise RendezvousError(
+            f"init_method={url!r}: there is no directory {str(directory)!r}; make it, or name a "
+            "file in one that all workers see"
+        )
+
+
+def _advice(url: str, error: Exception) -> str:
+    match urlsplit(url).scheme:
+        case "env":
+            return (
+                "set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, or give init_method="
+                "'tcp://host:port' or 'file:///path'"
+            )
+        case "tcp" if os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error):
+            return "something else listens at that port; give all workers another"
+        case "tcp":
+            return "are all workers running, with the same init_method and world_size?"
+        case "file":
+            return "may this user read and write the file?"
+    return "give 'env://', 'tcp://host:port' or 'file:///path'"
+
+
+def _first_line(error: Exception) -> str:
+    """Torch adds the stack of its C++ to what it has to say."""
+    return str(error).partition("\n")[0]

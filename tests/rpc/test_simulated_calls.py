@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.rpc.errors import LostWithWorker
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import (
     Faults,
@@ -120,7 +121,8 @@ def drop_in_the_end() -> None:
 
 def is_named(error: BaseException) -> bool:
     """A worker that is gone, a time that is up; torch makes such an error in a `then` a text."""
-    return any(name.__name__ in f"{type(error).__name__}: {error}" for name in NAMED[:3])
+    names = [*(kind.__name__ for kind in NAMED[:3]), LostWithWorker.__name__]
+    return any(name in f"{type(error).__name__}: {error}" for name in names)
 
 
 def run(seed: int, faults: Faults) -> Result:

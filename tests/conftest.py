@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -21,3 +22,8 @@ def _runtime_directory() -> Iterator[None]:
     ):
         patch.setenv("XDG_RUNTIME_DIR", directory)
         yield
+
+
+# A runner that was started in the background ignores Ctrl-C, and so would all that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -24,6 +24,8 @@ from telegrad.wire.codec import CodecError, Trust, Unpackable, pack, unpack
 # An error that holds more than this in tensors is described instead.
 MAX_TENSOR_BYTES = 1 << 26
 
+UNREADABLE = "(its message could not be read)"
+
 Form = tuple[bytes, list[bytes]]
 
 
@@ -69,10 +71,13 @@ def _words_of(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException:
-        return "(its message could not be read)"
+        return UNREADABLE
 
 
 def _forms_of(error: BaseException, trust: Trust) -> list[Form]:
+    if _words_of(error) == UNREADABLE:
+        # Whoever printed it would fail too.
+        return []
     whole = _form(error, trust)
     if whole is not None and not isinstance(type(error).__init__, FunctionType):
         return [whole]

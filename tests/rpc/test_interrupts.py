@@ -7,6 +7,8 @@ import random
 import signal
 from collections.abc import Callable
 
+import pytest
+
 from telegrad import rpc
 from tests.rpc import functions
 from tests.rpc.fleet import Job
@@ -46,6 +48,7 @@ def interrupt_often(to: str) -> int:
     return caught
 
 
+@pytest.mark.slow
 def test_an_interrupted_call_leaves_the_link_to_others(make_job: Callable[..., Job]) -> None:
     job = make_job("a", "b")
     assert job["a"].do(interrupt_often, "b") > INTERRUPTS / 20

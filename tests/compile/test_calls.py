@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from torch import Tensor
 
 from telegrad import autograd, rpc
 from telegrad.autograd import AutogradError
+from telegrad.autograd.backward import Post
+from telegrad.autograd.context import Context
+from telegrad.autograd.service import Autograd
 from telegrad.compile import calls
 from tests.compile import functions as f
 from tests.compile.checks import BACKENDS, assert_same, compiled, differentiated
@@ -171,6 +176,39 @@ def test_an_eager_send_that_was_made_later_does_not_hold_up_a_compiled_function(
         return rpc.rpc_sync("worker2", f.layer, (seen * 2, seen)).sum() + y.pow(2).sum()
 
     assert_same(differentiated(plain, x, y), differentiated(step, x, y))
+
+
+def test_who_asked_a_worker_need_not_read_the_answer_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller of `backward` goes on with what came meanwhile, and waits in a compiled node for
+    what the answer brings."""
+    ask = Autograd.ask
+
+    def ask_and_hear_from_another(
+        self: Autograd, context: Context, pass_id: int, post: Post
+    ) -> Any:
+        pending = ask(self, context, pass_id, post)
+        inbox = context.participants[pass_id]._inbox
+        until = time.monotonic() + 10
+        while not inbox and time.monotonic() < until:
+            time.sleep(0.001)
+        assert inbox
+        return pending
+
+    def step(x: Tensor) -> Tensor:
+        seen = make(x).to_here()
+        return rpc.rpc_sync("worker2", f.layer, (seen * 2, seen)).sum()
+
+    def plain(x: Tensor) -> Tensor:
+        seen = rpc.rpc_sync("worker1", f.layer, (x * 2, x))
+        return rpc.rpc_sync("worker2", f.layer, (seen * 2, seen)).sum()
+
+    make, _ = compiled(lambda x: rpc.remote("worker1", f.layer, (x * 2, x)), "aot_eager")
+    x = needs(4, 3)
+    expected = differentiated(plain, x)
+    monkeypatch.setattr(Autograd, "ask", ask_and_hear_from_another)
+    assert_same(expected, differentiated(step, x))
 
 
 def test_the_records_of_calls_go_with_their_graphs() -> None:

@@ -97,6 +97,7 @@ class Participant:
         "_sends",
         "_service",
         "_timeout",
+        "_unread",
         "_worker",
         "active",
         "context",
@@ -126,6 +127,8 @@ class Participant:
         self._error: BaseException | None = None
         self._answer: Answer | None = None
         self._pending: Pending | None = None
+        self._unread: Pending | None = None
+        """The same, until it is settled who reads the answer."""
         self.active = False
         """The local part has begun and not ended."""
         self._deadline = math.inf
@@ -198,8 +201,9 @@ class Participant:
     def _see_through(self, part: Part) -> None:
         """The caller of `backward` has done its share: wait for the end, and say how it was."""
         try:
-            if self._pending is not None:
-                self._await_answer(part, self._pending)
+            unread = self._take_unread()
+            if unread is not None:
+                self._await_answer(part, unread)
             self._await_end(part)
         except BaseException as error:
             self.deliver(self._worker, Stopped(error))
@@ -216,11 +220,35 @@ class Participant:
                     node.drop(pending)
                     return
                 self.deliver(self._worker, Stalled())
+        self._deliver_answer(pending)
+
+    def _deliver_answer(self, pending: Pending) -> None:
+        node = self._node
         if pending.frame is None and (pending.error is None or node.is_lost(pending.callee.id)):
             return  # The pass has ended without it, or is about to.
         payload = node.outcome(pending)
         if payload is not None:
             self.deliver(pending.callee.id, decode(payload)[2])
+
+    def _take_unread(self) -> Pending | None:
+        with self._lock:
+            unread, self._unread = self._unread, None
+        return unread
+
+    def _let_others_read_the_answer(self) -> None:
+        """The caller of `backward` drives, and waits for what the answer may bring: it cannot read
+        it as well."""
+        unread = self._take_unread()
+        if unread is None:
+            return
+
+        def read() -> None:
+            try:
+                self._deliver_answer(unread)
+            except BaseException as error:
+                self.deliver(self._worker, Stopped(error))
+
+        self._node.when_settled(unread, read)
 
     def _patience_ends(self, part: Part) -> float:
         return self._node.runtime.now() + self._service.stall_time if part.muted else math.inf
@@ -364,6 +392,7 @@ class Participant:
     def _next(self, timeout: float | None) -> list[tuple[int, Event]]:
         """The events that came; none if the time is up."""
         if not self._inbox:
+            self._let_others_read_the_answer()
             self._node.transport.blocking()
         runtime = self._node.runtime
         deadline = None if timeout is None else runtime.now() + timeout
@@ -561,7 +590,8 @@ class Participant:
         for place in reversed(range(len(posts))):
             if engages(posts[place].message):
                 self._send(posts[:place])
-                self._pending = self._service.ask(self.context, self.pass_id, posts[place])
+                asked = self._service.ask(self.context, self.pass_id, posts[place])
+                self._pending = self._unread = asked
                 return posts[place + 1 :]
         return posts
 

@@ -227,7 +227,16 @@ class Node:
     def drop(self, pending: Pending) -> None:
         """Nobody wants the answer any more: who waits for it is let go, with neither."""
         if self.calls.take(pending.callee.id, pending.call_id) is not None:
+            pending.completion.clear()
             pending.settle(None)
+
+    def when_settled(self, pending: Pending, work: Callable[[], None]) -> None:
+        """Do that when the call is settled, although nobody waits for it."""
+        pending.completion.append(work)
+        if pending.done:
+            pending.complete()
+        else:
+            self.transport.attend(pending)
 
     def request(self, to: WorkerInfo, operation: str, *args: object, timeout: float = 0) -> Any:
         """Call one of the other node's own operations and wait for it."""

@@ -125,3 +125,19 @@ def test_rules_do_not_add_up() -> None:
 def test_a_rule_that_means_nothing_is_refused(rule, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         rule()
+
+
+def test_a_function_that_waits_for_a_reference_runs_when_the_reference_is_let_go() -> None:
+    values = current_node().values
+    with interfere(Delay("own", LATE)):
+        passed = rpc.rpc_async("worker1", pass_on, args=("worker2", "main"), timeout=20)
+        while not values.holds():
+            threading.Event().wait(LATE / 30)
+        values.release_all()
+        assert passed.wait() == "worker2"
+
+
+def pass_on(owner: str, to: str) -> str:
+    reference = rpc.remote(owner, torch.add, args=(1, 1))
+    name: str = rpc.rpc_sync(to, rpc.RRef.owner_name, args=(reference,))
+    return name

@@ -296,6 +296,11 @@ class References:
         held = self._held.get(handle)
         return held is not None and held.standing is _Standing.CONFIRMED
 
+    def awaits_owner(self, fork: ForkId) -> bool:
+        """Whether the owner has still to say that it knows of this fork."""
+        held = self._held.get(fork)
+        return held is not None and held.standing is _Standing.UNCONFIRMED
+
     # Passing them on
 
     def share(self, handle: Handle, to: int) -> Transfer:

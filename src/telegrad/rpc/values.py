@@ -213,7 +213,7 @@ class Values:
             return
         with self._changed:
             for fork in forks:
-                while not (self._core.confirmed(fork) or fork in self._lost or self._node.closed):
+                while self._core.awaits_owner(fork) and not self._node.closed:
                     self._changed.wait(1.0)
         forks.clear()
 

@@ -145,6 +145,11 @@ class Process:
         future = self.begin(work, *args, **kwargs)
         try:
             return future.result(40)
+        except KeyboardInterrupt as error:
+            if not future.done():
+                raise
+            # Raised there: here it would end the whole run of tests.
+            raise AssertionError("the process was interrupted") from error
         except TimeoutError as error:
             if not future.done():
                 error.add_note(self.stacks())

@@ -38,6 +38,8 @@ _TRANSPARENT = tuple(
 )
 _open: set[CodeType] = set()
 _put_off_since: float | None = None
+_knocked = False
+"""The next signal is, or may be, our own knocking."""
 
 
 def may_be_interrupted(function: _F) -> _F:
@@ -68,7 +70,10 @@ def raise_if_put_off() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    global _put_off_since
+    global _put_off_since, _knocked
+    knocked, _knocked = _knocked, False
+    if knocked and _put_off_since is None:
+        return  # What it was about has been answered meanwhile.
     now = time.monotonic()
     if _is_shielded(frame) and (_put_off_since is None or now - _put_off_since < LONGEST):
         if _put_off_since is None:
@@ -94,7 +99,9 @@ def _is_shielded(frame: FrameType | None) -> bool:
 
 
 def _knock() -> None:
+    global _knocked
     while _put_off_since is not None:
         time.sleep(PAUSE)
         if _put_off_since is not None:
+            _knocked = True
             _thread.interrupt_main()

@@ -1,14 +1,13 @@
 """A dry run of a large job: does anything grow with the square of the workers?
 
-`python -m benchmarks.many` runs a whole job in one process, for 100, 1,000 and 10,000 workers: they
-join, call each other with a fan-out that does not depend on their number, differentiate through a
-tree of all of them, hold references, and leave. The protocols are those of production. Links are
-simulated (`telegrad.testing`), and so is the store in which workers find each other.
+`python -m benchmarks.many` runs a whole job in one process, for 100 to 10,000 workers: they join,
+call each other with a fan-out that does not depend on their number, differentiate through a tree of
+all of them, hold references, and leave. The protocols are those of production. Links are simulated
+(`telegrad.testing`), and so is the store in which workers find each other.
 
-What is counted is counted per worker. A number that stays the same belongs to something that grows
-with the workers; one that grows tenfold at each step to something that grows with their square, if
-every worker does it. The worker that has most to do is shown as well: it may grow tenfold, as it
-speaks to all others.
+What is counted is counted per worker, but for what one worker does for all. The last column says
+how the sum over all workers grows: as their number to that power. It is 1 for what is fair, and 2
+for what must not be. A count whose power is too high fails the run.
 
 Each size runs in a process of its own, so that its memory can be told.
 """
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -39,7 +39,12 @@ from telegrad.rpc.silence import Ask, Listening
 from telegrad.testing import simulate
 from telegrad.wire.keys import new_key
 
-SIZES = (100, 1000, 10_000)
+SIZES = (100, 1_000, 3_000, 10_000)
+QUICK_SIZES = (100, 300, 1_000)
+FAIR = 1.2
+"""The highest power of the workers that passes for linear: there are logarithms, and noise."""
+OF_ONE = ("rank 0", "most of any")
+"""Figures of one worker, not of each."""
 FAN_OUT = 10
 CALLS_PER_WORKER = 4
 READERS = 20
@@ -120,15 +125,14 @@ def join(size: int) -> Figures:
     own = {"operations": meter.operations / size, "transferred": meter.transferred / size}
     meter.reset()
     start = time.process_time()
-    members = visits[0][0].join(visits[0][1])
+    visits[0][0].join(visits[0][1])
     first = time.process_time() - start
     of_first = meter.operations
-    assert len(members.members()) == size
     meter.reset()
     start = time.process_time()
     for rank in range(1, READERS + 1):
         visit, meeting = visits[rank]
-        visit.join(meeting)
+        known = len(visit.join(meeting).members())
     reading = (time.process_time() - start) / READERS
     for _, meeting in visits.values():
         meeting.close()
@@ -138,6 +142,7 @@ def join(size: int) -> Figures:
         "join: CPU ms, rank 0": first * 1e3,
         "join: KB from the store": (own["transferred"] + meter.transferred / READERS) / 1024,
         "join: CPU ms": reading * 1e3,
+        "members known": known,
     }
 
 
@@ -255,37 +260,49 @@ def _resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def heartbeats(size: int) -> Figures:
+def heartbeats(known: int) -> Figures:
     """How many questions a worker asks per interval, if all are on hosts of their own."""
     ear = Listening(window=5.0, interval=0.5)
-    for worker in range(1, size):
+    for worker in range(1, known):
         ear.follow(worker)
     asked = sum(isinstance(action, Ask) for action in ear.tick(0.0))
     return {"heartbeats in an interval": asked}
 
 
 def measure(size: int) -> Figures:
-    return {**join(size), **run_phases(size), **heartbeats(size)}
+    joined = join(size)
+    return {**joined, **heartbeats(int(joined["members known"])), **run_phases(size)}
 
 
 # Showing.
 
 
-def grows(first: float, last: float, factor: float) -> str:
-    """How a figure per worker grows while the workers become `factor` times as many."""
-    if last <= first * factor**0.25 or last < 0.05:
-        return "no"
-    return "with the workers" if last >= first * factor**0.75 else "slowly"
+def power(what: str, by_size: dict[int, float]) -> float:
+    """The sum over all workers grows as their number to this power, between the last two sizes."""
+    (fewer, less), (more, most) = list(by_size.items())[-2:]
+    slope = math.log(max(most, 1e-3) / max(less, 1e-3)) / math.log(more / fewer)
+    return slope if what.endswith(OF_ONE) else 1.0 + slope
+
+
+def powers(by_size: dict[int, Figures]) -> dict[str, float]:
+    whats = next(iter(by_size.values()))
+    return {
+        what: power(what, {size: figures[what] for size, figures in by_size.items()})
+        for what in whats
+    }
+
+
+def is_count(what: str) -> bool:
+    """Whether it is the same in every run; times are not."""
+    return "CPU" not in what and "memory" not in what
 
 
 def table(by_size: dict[int, Figures]) -> tuple[list[str], list[list[str]]]:
-    sizes = list(by_size)
-    head = ["per worker, in a job of", *(f"{size:,}" for size in sizes), "grows"]
+    head = ["per worker, in a job of", *(f"{size:,}" for size in by_size), "all grow as"]
     rows = []
-    for what in by_size[sizes[0]]:
-        numbers = [by_size[size][what] for size in sizes]
-        verdict = grows(numbers[0], numbers[-1], sizes[-1] / sizes[0])
-        rows.append([what, *(f"{number:,.1f}" for number in numbers), verdict])
+    for what, exponent in powers(by_size).items():
+        numbers = [f"{figures[what]:,.1f}" for figures in by_size.values()]
+        rows.append([what, *numbers, f"n^{exponent:.2f}"])
     return head, rows
 
 
@@ -298,7 +315,7 @@ def main() -> None:
         print(json.dumps(measure(arguments.size)))
         return
     by_size = {}
-    for size in SIZES[:2] if arguments.quick else SIZES:
+    for size in QUICK_SIZES if arguments.quick else SIZES:
         start = time.monotonic()
         command = [sys.executable, "-m", "benchmarks.many", "--size", str(size)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -308,6 +325,10 @@ def main() -> None:
     print(pages.plain(head, rows))
     if not arguments.quick:
         pages.write_section("many workers", pages.markdown(head, rows))
+    unfair = [what for what, found in powers(by_size).items() if is_count(what) and found > FAIR]
+    # In a small job each worker knows all others, by design.
+    if unfair and not arguments.quick:
+        raise SystemExit(f"grows faster than the workers: {', '.join(unfair)}")
 
 
 if __name__ == "__main__":

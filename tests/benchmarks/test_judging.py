@@ -17,10 +17,11 @@ def test_the_exponent_is_that_of_the_upper_half_of_the_range() -> None:
     assert scaling.exponent(square) > 1.5
 
 
-def test_a_count_per_worker_that_follows_their_number_is_told_from_one_that_stays() -> None:
-    assert many.grows(4.0, 4.4, factor=100) == "no"
-    assert many.grows(4.0, 26.0, factor=100) == "slowly"
-    assert many.grows(99.0, 9_999.0, factor=100) == "with the workers"
+def test_the_power_is_that_of_the_sum_over_all_workers() -> None:
+    same, grown = {100: 9.0, 1_000: 4.0, 10_000: 4.0}, {100: 9.0, 1_000: 999.0, 10_000: 9_999.0}
+    assert many.power("messages", same) == pytest.approx(1.0)
+    assert many.power("messages", grown) == pytest.approx(2.0, abs=0.01)
+    assert many.power("messages, most of any", grown) == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_section_is_replaced_and_what_people_wrote_around_it_stays(tmp_path: Path) -> None:

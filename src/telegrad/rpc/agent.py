@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.errors import WorkerLost
+from telegrad.rpc.errors import TelegradError, UnknownWorker, WorkerLost
 from telegrad.rpc.incoming import Incoming
 from telegrad.rpc.interrupts import raise_if_put_off
 from telegrad.rpc.lookout import Lookout
@@ -251,7 +251,7 @@ class Agent:
                 return outgoing
             if worker in self._ended or self._closed:
                 raise WorkerLost(f"worker {worker} is gone")
-            member = self.node.members.member(worker)
+            member = self._find(worker)
             session = secrets.token_hex(16)
             try:
                 visit = self._meet(member, session, deadline)
@@ -271,6 +271,13 @@ class Agent:
             return made
         finally:
             gate.release()
+
+    def _find(self, worker: int) -> Member:
+        try:
+            return self.node.members.member(worker)
+        except TelegradError as error:
+            self.lose(worker, f"it cannot be found ({error})")
+            raise WorkerLost(f"worker {worker} cannot be found") from error
 
     def _link(self, connected: Connected) -> Link:
         return Link(
@@ -347,8 +354,10 @@ class Agent:
             return Refuse(f"worker {self.node.info.name!r} is shutting down")
         try:
             member = self.node.members.member(hello.worker_id)
-        except Exception:
+        except UnknownWorker:
             return Refuse(f"worker {hello.worker!r} is not a member of this job")
+        except Exception as error:
+            return Refuse(f"worker {hello.worker!r} cannot be told from a stranger: {error}")
         if hello.worker_id in self._ended or member.incarnation != hello.incarnation:
             return Refuse(
                 f"this incarnation of worker {hello.worker!r} counts as gone: it has to join anew"
@@ -463,11 +472,7 @@ class Agent:
     def leave_all(self, reason: str) -> None:
         """Lose all others in one step: nobody is told, as what they count as lost is their own."""
         with self._lock:
-            others = [
-                member.info.id
-                for member in self.node.members.members()
-                if member.info.id not in self._ended and member.info != self.node.info
-            ]
+            others = sorted(self.node.members.live() - self._ended - {self.node.info.id})
             self._ended.update(others)
             links = [*self._outgoing.values(), *self._incoming.values()]
             self._outgoing = {self.node.info.id: self._loopback}

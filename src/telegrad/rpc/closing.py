@@ -11,14 +11,18 @@ any more and only such functions run, their callers have given up, and after a w
 Workers may be lost meanwhile, the one that they meet at included. The others then meet at the next,
 from round 0 on. It may be that the rest has left in good order and only this worker was not told:
 so it calls the roll, and does not wait for those who do not answer.
+
+In a large job nobody looks after all others (`members.py`): a worker may have died unnoticed by the
+one that they meet at. So that one, and only that one, calls those who have not come for a while.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-from telegrad.rpc.errors import CallTimeout, WorkerLost
+from telegrad.rpc.errors import CallTimeout, TelegradError, WorkerLost
 from telegrad.rpc.results import Finish, Later
 
 if TYPE_CHECKING:
@@ -30,9 +34,11 @@ PATIENCE_WITH_ABANDONED = 2.0
 BETWEEN_ROUNDS = 0.002
 LONGEST_PAUSE = 0.1
 ROLL_CALL = -1
+MISSED_AFTER = 1.0
+MISSED_AGAIN_AFTER = 60.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Round:
     counts: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     waiting: dict[int, Finish] = field(default_factory=dict)
@@ -58,7 +64,7 @@ class Closing:
         leader, number = -1, 0
         pause = BETWEEN_ROUNDS
         while True:
-            lowest = min(node.members.live())
+            lowest = node.members.lowest_live()
             if lowest != leader:
                 leader, number = lowest, 0
             counts = (node.calls_made(), node.calls_finished(), node.calls.total())
@@ -84,10 +90,29 @@ class Closing:
 
     def _call_the_roll(self) -> None:
         """Find out who has left: a call to such a worker fails at once, and it counts as lost."""
+        for member in self._node.members.members():
+            self._call_to_roll(member.info.id)
+
+    def _call_to_roll(self, worker: int) -> None:
         node = self._node
-        for member in node.members.members():
-            if member.info != node.info and not node.is_lost(member.info.id):
-                node.call(member.info, CLOSING, (ROLL_CALL, 0, 0, 0), None, 0, _nothing)
+        if worker != node.info.id and not node.is_lost(worker):
+            to = node.members.member(worker).info
+            node.call(to, CLOSING, (ROLL_CALL, 0, 0, 0), None, 0, _nothing)
+
+    def _miss(self, this: _Round, pause: float) -> None:
+        """Call those who have not come to this round, if it is still open."""
+        node = self._node
+        with self._changed:
+            if this not in self._rounds.values() or node.closed:
+                return
+            missing = node.members.live() - this.counts.keys()
+        for worker in sorted(missing):
+            try:
+                self._call_to_roll(worker)
+            except TelegradError as error:
+                node.transport.lose(worker, f"it cannot be found ({error})")
+        again = min(2 * pause, MISSED_AGAIN_AFTER)
+        node.runtime.call_later(again, partial(self._miss, this, again))
 
     def _join(self, sender: int, number: int, made: int, finished: int, open_: int) -> Later:
         if any(type(each) is not int for each in (number, made, finished, open_)):
@@ -98,12 +123,21 @@ class Closing:
                 finish(False, None)
                 return
             with self._changed:
-                this = self._rounds.setdefault(number, _Round())
+                this = self._rounds.get(number)
+                if this is None:
+                    this = self._rounds[number] = self._open_round()
                 this.counts[sender] = (made, finished, open_)
                 this.waiting[sender] = finish
             self._reconsider()
 
         return Later(subscribe)
+
+    def _open_round(self) -> _Round:
+        this = _Round()
+        if not self._node.members.knows_all:
+            miss = partial(self._miss, this, MISSED_AFTER)
+            self._node.runtime.call_later(MISSED_AFTER, miss)
+        return this
 
     def _reconsider(self) -> None:
         node = self._node

@@ -9,6 +9,8 @@ from telegrad.rpc.errors import UnknownWorker
 from telegrad.rpc.vitals import Process
 from telegrad.rpc.worker import WorkerInfo
 
+NAMED_IN_ERRORS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -34,6 +36,10 @@ class Members:
     not known yet, by name or id. In a supervised job (`ranks` says how many ranks it has) a lost
     worker may come back: as another incarnation with the old name and rank, but with an id of its
     own, because ids are what references and messages know a worker by.
+
+    A job of fixed `size` has the ids from 0 on. In a large one no worker knows all others, for n
+    lists of n members would be the first thing to grow with the square of n: those that are not
+    known are looked up when somebody asks for them.
     """
 
     def __init__(
@@ -41,12 +47,14 @@ class Members:
         members: list[Member],
         look_up: Callable[[str | int], Member | None] | None = None,
         ranks: int | None = None,
+        size: int | None = None,
     ) -> None:
         self._by_name: dict[str, WorkerInfo] = {}
         self._by_id: dict[int, Member] = {}
         self._lost: set[int] = set()
         self._look_up = look_up
         self._ranks = ranks
+        self._size = size
         for member in members:
             self.add(member)
 
@@ -59,12 +67,14 @@ class Members:
 
     def seen_by_another(self) -> Members:
         """The same workers, for another worker of this process: who is lost is its own matter."""
-        another = Members([])
+        another = Members([], size=self._size)
         another._by_name, another._by_id = self._by_name, self._by_id
         return another
 
     def predecessors(self, info: WorkerInfo) -> list[int]:
         """Workers that had this one's name before it, and are not known to be lost."""
+        if self._size is not None:
+            return []
         return [
             worker
             for worker, member in list(self._by_id.items())
@@ -74,7 +84,12 @@ class Members:
     @property
     def may_return(self) -> bool:
         """Whether another worker may come under the name of a lost one."""
-        return self._look_up is not None
+        return self._look_up is not None and self._size is None
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether there is nobody in the job that this worker would have to look up."""
+        return self._size is None or len(self._by_id) >= self._size
 
     def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
         """The worker that a caller means by a name, an id, or a `WorkerInfo`."""
@@ -116,13 +131,17 @@ class Members:
     def _search(self, to: str | int) -> WorkerInfo:
         member = self._look_up(to) if self._look_up is not None else None
         if member is None:
-            known = ", ".join(f"{m.info.name} ({m.info.id})" for m in self.members())
             raise UnknownWorker(
-                f"could not find destination {to!r}: no such worker in this job. "
-                f"Its workers are: {known}."
+                f"could not find destination {to!r}: no such worker in this job. {self._roll()}"
             )
         self.add(member)
         return member.info
+
+    def _roll(self) -> str:
+        known = self.members()
+        named = ", ".join(f"{m.info.name} ({m.info.id})" for m in known[:NAMED_IN_ERRORS])
+        more = len(self) - min(len(known), NAMED_IN_ERRORS)
+        return f"Its workers are: {named}{f' and {more:,} more' if more else ''}."
 
     def member(self, worker: int) -> Member:
         member = self._by_id.get(worker)
@@ -136,22 +155,32 @@ class Members:
         return member.info.name if member is not None else f"#{worker}"
 
     def __len__(self) -> int:
-        """How many are known, the lost ones included: it only ever grows."""
-        return len(self._by_id)
+        """How many there are or were, as far as this worker can tell: it only ever grows."""
+        return self._size or len(self._by_id)
 
     def live(self) -> set[int]:
-        """The ids of those that are not lost."""
-        return self._by_id.keys() - self._lost
+        """The ids of those that are not lost, known or not."""
+        everyone = self._by_id.keys() if self._size is None else set(range(self._size))
+        return everyone - self._lost
+
+    def lowest_live(self) -> int:
+        """The least of `live`; in a job of fixed size found without looking at each."""
+        if self._size is None:
+            return min(self.live())
+        return next(worker for worker in range(self._size) if worker not in self._lost)
 
     def fewest_live(self) -> int:
         """A number that those who live cannot be fewer than, found without looking at each."""
-        return len(self._by_id) - len(self._lost)
+        return len(self) - len(self._lost)
 
     def members(self) -> list[Member]:
+        """Those that are known, in the order of their ids."""
         return [self._by_id[worker] for worker in sorted(self._by_id)]
 
     def infos(self) -> list[WorkerInfo]:
         """Of several incarnations of a worker the last; in an open job, those that are there."""
+        if self._size is not None:
+            return [self.member(worker).info for worker in range(self._size)]
         is_open = self._look_up is not None and self._ranks is None
         infos = [member.info for member in self.members()]
         return [

@@ -461,6 +461,11 @@ class References:
 
     # Membership
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether a message may begin a fence, so that all who live have to be announced."""
+        return bool(self._lost)
+
     def worker_joined(self, worker: int) -> None:
         if worker != self._me and worker not in self._lost:
             self._live.add(worker)

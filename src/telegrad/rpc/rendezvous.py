@@ -15,6 +15,11 @@ know a worker by.
 A supervised job of fixed size starts workers that died anew. Such a worker has a *life*, the number
 of times that it was started before. It goes to the room of those who met without it, under its old
 name and rank and with the id `rank + life * world_size`, which nobody had before.
+
+A large job has no list that all read: n workers that read n entries each would move n squared of
+them through one store. Each worker learns from rank 0 that all is well, reads the entries of a few
+others, spread evenly over the job, to look after, and looks up by name or rank whom it is to call.
+So the store has to be there while workers still meet for the first time.
 """
 
 from __future__ import annotations
@@ -50,6 +55,11 @@ from telegrad.wire.address import (
     job_directory,
 )
 from telegrad.wire.keys import JobKey, key_from_environment, new_key
+
+KNOWN_TO_ALL = 1024
+"""The most workers of a job in which each knows all from the start."""
+LOOKED_AFTER = 16
+"""In a larger one: so many others each knows from the start."""
 
 
 def check_rank(name: str, rank: int, world_size: int) -> None:
@@ -247,12 +257,30 @@ class Rendezvous:
             return self._return(me, self._world_size)
         mine = self._entries.write(me)
         self._put(f"worker {rank}", mine)
+        if self._life is None and self._world_size > KNOWN_TO_ALL:
+            return self._join_large_job(me, mine, self._world_size)
         if rank == 0:
             self._put("members", self._gather(mine, self._world_size))
         members = self._agreed()
         if self._life is None:
-            return Members(members)
+            return Members(members, size=self._world_size)
         return Members(members, self._look_up, self._world_size)
+
+    def _join_large_job(self, me: Member, mine: dict[str, Any], world_size: int) -> Members:
+        rank = me.info.id
+        self._store.set(f"name {me.info.name}", f"{rank} {self.incarnation}")
+        if rank == 0:
+            outcome = self._gather(mine, world_size)
+            self._put("members", outcome if "problem" in outcome else {"members": []})
+        self._agreed()
+        return self._know_some(me, world_size)
+
+    def _know_some(self, me: Member, world_size: int) -> Members:
+        """This worker, and others at even distances from it."""
+        parts = LOOKED_AFTER + 1
+        ranks = [(me.info.id + part * world_size // parts) % world_size for part in range(1, parts)]
+        some = [self._entries.read(self._get(f"worker {rank}", f"rank {rank}")) for rank in ranks]
+        return Members([me, *some], self._look_up, size=world_size)
 
     def _agreed(self) -> list[Member]:
         """The list that rank 0 has published."""
@@ -331,6 +359,17 @@ class Rendezvous:
                 self._whole_store.set(self._visitor, json.dumps({"process": None}))
 
     def _look_up(self, who: str | int) -> Member | None:
+        try:
+            return self._find_entry(who)
+        except RendezvousError:
+            raise
+        except (RuntimeError, dist.DistError) as error:
+            raise RendezvousError(
+                f"worker {self._name!r} cannot look up worker {who!r}: the store in which the "
+                f"workers met does not answer any more ({error})"
+            ) from None
+
+    def _find_entry(self, who: str | int) -> Member | None:
         rank = self._rank_of(who) if isinstance(who, str) else who
         if rank is None or not self._store.check([f"worker {rank}"]):
             return None

@@ -152,7 +152,6 @@ class Values:
 
     def name_remote(self, owner: int) -> Transfer:
         with self._changed:
-            self._introduce()
             try:
                 return self._core.create_remote(owner)
             except WorkerLost as loss:
@@ -166,7 +165,6 @@ class Values:
 
     def share(self, handle: Handle, to: int) -> Transfer:
         with self._changed:
-            self._introduce()
             try:
                 transfer = self._core.share(handle, to)
             except WorkerLost as loss:
@@ -197,7 +195,6 @@ class Values:
     def arrive(self, transfer: Transfer) -> Handle:
         """A reference came in: the handle for its RRef object here."""
         with self._changed:
-            self._introduce()
             confirmed = self._core.arrive(transfer)
         self._act()
         if transfer.reference.owner == self._node.info.id:
@@ -325,7 +322,6 @@ class Values:
         ):
             raise ValueError("a worker names values that others make by names of its own only")
         with self._changed:
-            self._introduce()
             self._core.create_requested(created)
         self._act()
         return created
@@ -480,7 +476,8 @@ class Values:
                 if worker != self._node.info.id:
                     self._node.transport.lose(worker, f"worker {name!r} reports that it is gone")
         with self._changed:
-            self._introduce()
+            if self._core.has_losses:
+                self._introduce()
             self._core.receive(sender, message)
         self._act()
 
@@ -498,14 +495,12 @@ class Values:
             finish(None, ReferenceLost(f"The worker that was to make the value is gone: {reason}"))
 
     def _introduce(self) -> None:
-        """Members that joined since we last looked; nearly always there are none."""
+        """Before a fence: all workers are asked, also those that this one never met."""
         members = self._node.members
-        known = len(members)
-        if known == self._introduced:
-            return
-        for member in members.members():
-            self._core.worker_joined(member.info.id)
-        self._introduced = known
+        if len(members) != self._introduced:
+            self._introduced = len(members)
+            for worker in members.live():
+                self._core.worker_joined(worker)
 
     def _act(self) -> None:
         waiting: dict[int, _Lane] = {}

@@ -132,7 +132,8 @@ class _Job:
         self._mains: dict[str, Activity] = {}
         self._rests = 0
         self._names = names
-        self._members = Members([Member(WorkerInfo(n, i), 1) for i, n in enumerate(names)])
+        members = [Member(WorkerInfo(name, number), 1) for number, name in enumerate(names)]
+        self._members = Members(members, size=len(members))
         self.workers = {name: _Worker(name, self.scheduler.draw_weight()) for name in names}
         for number, worker in enumerate(self.workers.values()):
             self._furnish(worker, number, timeout)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import re
 import threading
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -475,3 +477,12 @@ def test_each_limit_is_enforced(limits: Limits) -> None:
     with pytest.raises(CodecError, match=r"limit|deeper"):
         unpack(packed.meta, buffers, limits=limits)
     unpack(packed.meta, buffers)
+
+
+def test_an_object_that_was_pickled_is_gone_with_its_last_user() -> None:
+    gc.disable()
+    try:
+        arrived = weakref.ref(sent(Opaque(n=1)))
+        assert arrived() is None
+    finally:
+        gc.enable()

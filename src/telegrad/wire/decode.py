@@ -132,6 +132,8 @@ class Decoder(Reader):
         if self.taken != len(self.buffers):
             raise CodecError(f"the message uses {self.taken} of its {len(self.buffers)} buffers")
         read = self.unpickler.stream.tell() if self.unpickler else 0
+        # It knows this decoder, for its buffers, and remembers all that it has loaded.
+        self.unpickler = None
         if read != len(self.pickled):
             raise CodecError(f"{len(self.pickled) - read} bytes follow the last pickled object")
 

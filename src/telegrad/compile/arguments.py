@@ -3,7 +3,7 @@
 Tensors and integers change from call to call and become inputs of a graph node. The template is
 what stays: nested tuples that say where each goes, with the constants in between. It is built while
 Dynamo traces (`split` is inlined, so it is written in what Dynamo understands), and used to put
-arguments together again on every worker that needs them (`join`).
+arguments together again on every worker that needs them (`builder`).
 
     ("tensor", 0)  ("int", 0)  ("constant", "mean")  ("list", ...)  ("tuple", ...)
     ("dict", (key, ...), ...)  ("worker", name, id)  ("rref", owner, ...)  ("made", 0)
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from telegrad.compile.handles import MadeRRef, constant
+from telegrad.compile.references import remember
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.worker import WorkerInfo
 
@@ -63,6 +64,7 @@ def split(value: Any, found: Split) -> Template:
     if isinstance(value, WorkerInfo):
         return ("worker", value.name, value.id)
     if isinstance(value, RRef):
+        remember(value)
         return ("rref", *reference_of(value))
     if callable(value):
         return ("constant", value)
@@ -84,38 +86,49 @@ def same_reference(one: RRef[Any], other: RRef[Any]) -> bool:
     return reference_of(one)[:3] == reference_of(other)[:3]
 
 
-def join(
-    template: Template,
-    tensors: Sequence[Any],
-    ints: Sequence[int],
-    reference: Callable[[tuple[int, ...]], Any],
-    made: Callable[[Any], Any],
-) -> Any:
-    """Put a value together again."""
+Builder = Callable[
+    [
+        Sequence[Any],
+        Sequence[int],
+        Callable[[tuple[int, ...]], Any],
+        Callable[[Any], Any],
+    ],
+    Any,
+]
+"""Puts a value together from tensors, integers, and what it is told about references: what stands
+for one that existed before, by its numbers, and for one that a compiled function made."""
 
-    def build(node: Template) -> Any:
-        match node:
-            case ("tensor", place):
-                return tensors[place]
-            case ("int", place):
-                return ints[place]
-            case ("constant", value):
-                return value
-            case ("list", *items):
-                return [build(item) for item in items]
-            case ("tuple", *items):
-                return tuple([build(item) for item in items])
-            case ("dict", *items):
-                return {key: build(item) for key, item in items}
-            case ("worker", name, number):
-                return WorkerInfo(name, number)
-            case ("rref", *numbers):
-                return reference(tuple(numbers))
-            case ("made", place):
-                return made(tensors[place])
-        raise AssertionError(f"not a template: {node!r}")
 
-    return build(template)
+def builder(template: Template) -> Builder:
+    """What puts a value together again, for a template that is used many times."""
+    match template:
+        case ("tensor", place):
+            return lambda tensors, ints, reference, made: tensors[place]
+        case ("int", place):
+            return lambda tensors, ints, reference, made: ints[place]
+        case ("constant", value):
+            return lambda tensors, ints, reference, made: value
+        case ("list", *items):
+            return _sequence(list, items)
+        case ("tuple", *items):
+            return _sequence(tuple, items)
+        case ("dict", *items):
+            keys = [key for key, _ in items]
+            values = _sequence(list, [item for _, item in items])
+            return lambda *found: dict(zip(keys, values(*found), strict=True))
+        case ("worker", name, number):
+            worker = WorkerInfo(name, number)
+            return lambda tensors, ints, reference, made: worker
+        case ("rref", *numbers):
+            return lambda tensors, ints, reference, made: reference(tuple(numbers))
+        case ("made", place):
+            return lambda tensors, ints, reference, made: made(tensors[place])
+    raise AssertionError(f"not a template: {template!r}")
+
+
+def _sequence(kind: Callable[[list[Any]], Any], items: Sequence[Template]) -> Builder:
+    parts = [builder(item) for item in items]
+    return lambda *found: kind([part(*found) for part in parts])
 
 
 def holds_made(template: Template) -> set[int]:

@@ -1,7 +1,7 @@
 """Calls that are under way from inside of compiled functions.
 
-A graph can hold tensors only, so a call is known in it by a *token*: two float64 numbers of which
-the first is the call's id. The record of a call lives as long as the memory of its token: autograd
+A graph can hold tensors only, so a call is known in it by a *token*: a float64 number, the call's
+id. The record of a call lives as long as the memory of its token: autograd
 saves the token for the backward pass, and when the graph goes, the call is forgotten.
 
 Being a float tensor, the token can carry the autograd edge from the node that makes a call to the
@@ -10,6 +10,7 @@ node that waits for it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -28,32 +29,31 @@ from telegrad.autograd.errors import AutogradError
 from telegrad.rpc.errors import TelegradError
 
 _ids = itertools.count(1)
-_records: dict[int, Any] = {}
+_records: dict[int, tuple[Any, weakref.ref[Any]]] = {}
 
 
 def new_token(record: Any) -> Tensor:
     """A token that keeps `record` while its memory lives."""
     number = next(_ids)
-    memory = numpy.array([number, 0], dtype=numpy.float64)
-    _records[number] = record
-    weakref.finalize(memory, _forget, number)
+    memory = numpy.array([number], dtype=numpy.float64)
+    _records[number] = record, weakref.ref(memory, functools.partial(_forget, number))
     return torch.from_numpy(memory)
 
 
-def _forget(number: int) -> None:
-    record = _records.pop(number, None)
+def _forget(number: int, _: object) -> None:
+    record, _ = _records.pop(number)
     if isinstance(record, Call) and record.enclosed is not None:
         record.enclosed.forgotten = True
 
 
 def record_of(token: Tensor) -> Any:
-    found = _records.get(int(token[0]))
+    found = _records.get(int(token.item()))
     if found is None:
         raise TelegradError(
             "A compiled function refers to a call or context that is gone: a reference or a future "
             "that it made was used after its job ended, or its token was copied."
         )
-    return found
+    return found[0]
 
 
 def live_records() -> int:
@@ -168,7 +168,8 @@ def begin(
     They are copies, because compiled code uses memory again as soon as its last reader has run.
     """
     context = context if context is not None else current_context()
-    leaving = [tensor.detach().clone() for tensor in tensors]
+    with torch.no_grad():
+        leaving = [tensor.clone() for tensor in tensors]
     if context is None:
         return Call(where, None, []), send(leaving)
     enclosed = EnclosedCall(context, anchors.take(anchor))

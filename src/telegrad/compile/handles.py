@@ -84,7 +84,7 @@ class MethodsOf:
             from telegrad.compile import traced
 
             call = (traced.rpc_sync, traced.rpc_async, traced.remote)[kind]
-            return call(home_of(rref), _call_method, (rref, name, args, kwargs), None, timeout)
+            return call(home_of(rref), call_method, (rref, name, args, kwargs), None, timeout)
 
         return method
 
@@ -104,12 +104,12 @@ def constant(number: int) -> int:
 def to_here(rref: Any, timeout: float | None = None) -> Any:
     from telegrad.compile import traced
 
-    return traced.rpc_sync(home_of(rref), _value_of, (rref,), None, timeout)
+    return traced.rpc_sync(home_of(rref), value_of, (rref,), None, timeout)
 
 
-def _value_of(rref: Any) -> Any:
+def value_of(rref: Any) -> Any:
     return rref.to_here()
 
 
-def _call_method(rref: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_method(rref: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(rref.to_here(), name)(*args, **kwargs)

@@ -1,10 +1,11 @@
 """Remote calls as nodes of a graph.
 
+    call     makes a call and waits for it, gives its token and the results
     issue    makes a call, gives its token
     wait     takes the token, gives the results
     remote   makes a call whose result stays with its owner, gives the token of the reference
-    respond  backward of wait: the gradients of the results leave
-    collect  backward of issue and remote: the gradients of the arguments arrive
+    respond  backward of call and wait: the gradients of the results leave
+    collect  backward of call, issue and remote: the gradients of the arguments arrive
     enter, leave                a context
     begin_pass, end_pass        a backward pass
     perform                     an effect of ours, such as an optimizer's step
@@ -33,17 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.compile import calls, passes, torch_private
-from telegrad.compile.arguments import join
+from telegrad.compile import calls, passes, requests, torch_private
 from telegrad.compile.calls import Call, new_token, record_of
 from telegrad.compile.owner import take_apart
-from telegrad.compile.references import Borrowed, real_reference
 from telegrad.compile.shapes import note_result, outputs_of
-from telegrad.compile.sites import Site, site
+from telegrad.compile.sites import site
 from telegrad.rpc.errors import TelegradError
-from telegrad.rpc.futures import begin_async
 from telegrad.rpc.node import current_node
-from telegrad.rpc.rref import remote_reference
 
 _library: Any = torch.library.Library("telegrad", "DEF")  # type: ignore[no-untyped-call]
 
@@ -51,6 +48,7 @@ _CALL = "str key, Tensor[] tensors, SymInt[] ints, bool[] needs, Tensor anchor"
 _ORDER = "Tensor context, Tensor order"
 
 for _schema in (
+    f"call({_CALL}, bool record, Tensor[] shapes, {_ORDER}) -> (Tensor, Tensor[], Tensor)",
     f"issue({_CALL}, bool record, {_ORDER}) -> (Tensor, Tensor)",
     "wait(str key, Tensor token, Tensor[] shapes, SymInt[] ints, bool[] needs, Tensor order)"
     " -> (Tensor[], Tensor)",
@@ -99,8 +97,26 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Any]:
 # Forward.
 
 
-def _arguments(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> Any:
-    return join(where.template, tensors, ints, Borrowed.of, real_reference)
+@_kernel
+def call(
+    key: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    needs: list[bool],
+    anchor: Tensor,
+    record: bool,
+    shapes: list[Tensor],
+    context: Tensor,
+    order: Tensor,
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    where = site(key)
+    node = current_node()
+    begin = functools.partial(requests.begin, node, where, ints=ints)
+    made, pending = calls.begin(
+        where.name, tensors, needs, anchor, _context(context), record, begin
+    )
+    outputs = _arrived(made, key, node.wait(pending))
+    return new_token(made), outputs, _order()
 
 
 @_kernel
@@ -115,28 +131,10 @@ def issue(
     order: Tensor,
 ) -> tuple[Tensor, Tensor]:
     where = site(key)
-    node = current_node()
-
-    def send(leaving: list[Tensor]) -> Any:
-        args, kwargs = _arguments(where, leaving, ints)
-        return begin_async(node, where.worker, where.function, args, kwargs, where.timeout)
-
-    call, future = _begin(where, tensors, needs, anchor, context, record, send)
-    call.future = future
-    return new_token(call), _order()
-
-
-def _begin(
-    where: Site,
-    tensors: list[Tensor],
-    needs: list[bool],
-    anchor: Tensor,
-    context: Tensor,
-    record: bool,
-    send: Callable[[list[Tensor]], Any],
-) -> tuple[Call, Any]:
-    name = where.key.split(" #")[0]
-    return calls.begin(name, tensors, needs, anchor, _context(context), record, send)
+    begin = functools.partial(requests.begin_future, current_node(), where, ints=ints)
+    made, future = calls.begin(where.name, tensors, needs, anchor, _context(context), record, begin)
+    made.future = future
+    return new_token(made), _order()
 
 
 @_kernel
@@ -148,17 +146,23 @@ def wait(
     needs: list[bool],
     order: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
-    call: Call = record_of(token)
-    result = call.future.wait()
-    call.future = None
+    made: Call = record_of(token)
+    future, made.future = made.future, None
+    return _arrived(made, key, future.wait()), _order()
+
+
+def _arrived(made: Call, key: str, result: Any) -> list[Tensor]:
+    """The result of a call as the outputs of a node."""
     outputs: list[Tensor] = []
     template = take_apart(result, outputs)
     note_result(key, template, type(result).__name__)
-    return _apart(call.take(outputs)), _order()
+    return _apart(made.take(outputs))
 
 
 def _apart(outputs: list[Tensor]) -> list[Tensor]:
     """The outputs of a node may not share memory with each other."""
+    if len(outputs) == 1:
+        return [outputs[0].contiguous()]
     storages: set[int] = set()
     separate = []
     for output in outputs:
@@ -182,15 +186,13 @@ def remote(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     where = site(key)
     node = current_node()
-
-    def send(leaving: list[Tensor]) -> Any:
-        args, kwargs = _arguments(where, leaving, ints)
-        return remote_reference(node, where.worker, where.function, args, kwargs, where.timeout)
-
-    call, reference = _begin(where, tensors, needs, anchor, context, record, send)
-    call.reference = reference
+    begin = functools.partial(requests.begin_remote, node, where, ints=ints)
+    made, reference = calls.begin(
+        where.name, tensors, needs, anchor, _context(context), record, begin
+    )
+    made.reference = reference
     outputs = outputs_of(node, where, shapes, ints, needs, _no_unknown)
-    return new_token(call), [_phantom(output) for output in outputs], _order()
+    return new_token(made), [_phantom(output) for output in outputs], _order()
 
 
 def _phantom(output: Tensor) -> Tensor:
@@ -209,10 +211,10 @@ def _no_unknown() -> int:
 
 @_kernel
 def respond(token: Tensor, gradients: list[Tensor], places: list[int]) -> Tensor:
-    call: Call = record_of(token)
-    with passes.failing_pass(call.context):
-        call.fire({p: g.clone() for p, g in zip(places, gradients, strict=True)})
-    return torch.zeros(2, dtype=torch.float64)
+    made: Call = record_of(token)
+    with passes.failing_pass(made.context):
+        made.fire({p: g.clone() for p, g in zip(places, gradients, strict=True)})
+    return torch.zeros(1, dtype=torch.float64)
 
 
 @_kernel
@@ -224,9 +226,9 @@ def collect(
     ndims: list[int],
     dtypes: list[torch.dtype],
 ) -> list[Tensor]:
-    call: Call = record_of(token)
-    with passes.failing_pass(call.context):
-        found = call.await_gradients()
+    made: Call = record_of(token)
+    with passes.failing_pass(made.context):
+        found = made.await_gradients()
     return _gradients(needs, sizes, ndims, dtypes, found)
 
 
@@ -296,7 +298,14 @@ def perform(key: str, context: Tensor, order: Tensor) -> Tensor:
 
 
 def _token() -> Tensor:
-    return torch.empty(2, dtype=torch.float64)
+    return torch.empty(1, dtype=torch.float64)
+
+
+@_fake("call")
+def _(key, tensors, ints, needs, anchor, record, shapes, context, order):  # type: ignore[no-untyped-def]
+    unknown = torch.library.get_ctx().new_dynamic_size
+    outputs = outputs_of(current_node(), site(key), shapes, ints, needs, unknown)
+    return _token(), outputs, _order()
 
 
 @_fake("issue")
@@ -373,7 +382,7 @@ def _issue_backward(ctx: Any, after: Tensor, _: Any) -> Any:
     return (None, gradients, *ctx.nothing, of_anchor, None, None, None)
 
 
-def _remote_setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _shaped_setup(ctx: Any, inputs: Any, output: Any) -> None:
     _save_call(ctx, inputs, output[0])
     ctx.shapes = len(inputs[6])
 
@@ -383,6 +392,16 @@ def _remote_backward(ctx: Any, after: Tensor, *_: Any) -> Any:
     return (None, gradients, *ctx.nothing, of_anchor, None, [None] * ctx.shapes, None, None)
 
 
+def _call_backward(ctx: Any, _: Any, gradients: list[Tensor | None], __: Any) -> Any:
+    return _remote_backward(ctx, _responded(ctx, gradients))
+
+
+def _responded(ctx: Any, gradients: list[Tensor | None]) -> Any:
+    (token,) = ctx.saved_tensors
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    return ops.respond(token, [gradients[place] for place in places], places)
+
+
 def _wait_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(inputs[1])
     ctx.shapes = len(inputs[2])
@@ -390,15 +409,13 @@ def _wait_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _wait_backward(ctx: Any, gradients: list[Tensor | None], _: Any) -> Any:
-    (token,) = ctx.saved_tensors
-    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    answered = ops.respond(token, [gradients[place] for place in places], places)
-    return (None, answered, [None] * ctx.shapes, *ctx.nothing, None)
+    return (None, _responded(ctx, gradients), [None] * ctx.shapes, *ctx.nothing, None)
 
 
 for _name, _backward, _setup in (
+    ("call", _call_backward, _shaped_setup),
     ("issue", _issue_backward, _issue_setup),
-    ("remote", _remote_backward, _remote_setup),
+    ("remote", _remote_backward, _shaped_setup),
     ("wait", _wait_backward, _wait_setup),
 ):
     torch.library.register_autograd(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.compile import torch_private
-from telegrad.compile.arguments import Template, join
+from telegrad.compile.arguments import Template, builder
 from telegrad.compile.expressions import Formula
 from telegrad.compile.nested import NodeOfFakes
 from telegrad.rpc.errors import TelegradError
@@ -151,7 +151,7 @@ def infer(
     def made(value: Tensor) -> FakeRRef:
         return FakeRRef(node.info, value)
 
-    args, kwargs = join(template, inputs, numbers, reference, made)
+    args, kwargs = builder(template)(inputs, numbers, reference, made)
     written = _declared.get(function) or torch_private.as_written(function)
     with fakes.active(), torch.enable_grad(), _calls_answered_by_fakes(node):
         result = written(*args, **kwargs)

@@ -51,7 +51,7 @@ def leave(entered: Entered) -> None:
 
 def context_of(token: Tensor) -> Context | None:
     """The context that a token stands for; None: that of the thread."""
-    return None if token.numel() == 1 else record_of(token).context
+    return record_of(token).context if token.item() else None
 
 
 def begin_pass(context: Context | None, retain: bool, mode: str, timeout: float | None) -> None:

@@ -1,9 +1,16 @@
-"""References as compiled functions send them."""
+"""References as compiled functions send them.
+
+A graph knows a reference that existed before by its numbers, which Dynamo guards. The RRef itself
+is found by them when the graph runs, so that calls of its methods go the short way of eager mode,
+which only names the value, and keeps the RRef until the answer is there.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from telegrad.autograd.context import current_context
@@ -26,11 +33,22 @@ class Borrowed:
         self.reference = reference
         self.handle = handle
 
-    @classmethod
-    def of(cls, numbers: tuple[int, ...]) -> Borrowed:
-        reference = ReferenceId(*numbers[:3])
-        rest = numbers[3:]
-        return cls(reference, ForkId(*rest) if len(rest) == 2 else ReferenceId(*rest))
+
+_known: weakref.WeakValueDictionary[Handle, RRef[Any]] = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def remember(rref: RRef[Any]) -> None:
+    """A graph that is being traced uses this reference. Runs while Dynamo traces."""
+    _known[rref._handle] = rref
+
+
+def known_reference(numbers: tuple[int, ...]) -> RRef[Any] | Borrowed:
+    """The reference of these numbers. Several RRefs of a value's owner have the same: the one that
+    was remembered may be gone, and another be there for which the guards hold."""
+    rest = numbers[3:]
+    handle = ForkId(*rest) if len(rest) == 2 else ReferenceId(*rest)
+    return _known.get(handle) or Borrowed(ReferenceId(*numbers[:3]), handle)
 
 
 def real_reference(token: Tensor) -> RRef[Any]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad.compile.arguments import Template
+from telegrad.compile.arguments import Builder, Template, builder
 from telegrad.compile.handles import constant
 from telegrad.rpc.node import Node, current_node
 from telegrad.rpc.worker import WorkerInfo
@@ -26,7 +26,7 @@ from telegrad.rpc.worker import WorkerInfo
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Site:
     """One call in the source of a program."""
 
@@ -35,6 +35,15 @@ class Site:
     function: Callable[..., Any]
     template: Template
     timeout: float | None
+
+    @functools.cached_property
+    def name(self) -> str:
+        """For its reader."""
+        return self.key.split(" #")[0]
+
+    @functools.cached_property
+    def arguments(self) -> Builder:
+        return builder(self.template)
 
 
 _sites: dict[str, Site] = {}

@@ -115,26 +115,27 @@ class Fakes:
         return (*self._guards, *asked)
 
 
+_AUTOGRAD = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
 class above_autograd:
     """Inside of a kernel: let operations be recorded by autograd as they are outside of it.
 
     A kernel of ours runs what comes for others meanwhile, and makes graph nodes of its own.
     """
 
-    __slots__ = ("_guards",)
+    __slots__ = ("_excluded",)
 
     def __enter__(self) -> None:
-        key = torch._C.DispatchKey
-        self._guards = [
-            torch._C._SetExcludeDispatchKeyGuard(k, False)
-            for k in (key.AutogradFunctionality, key.ADInplaceOrView)
-        ]
-        for guard in self._guards:
-            guard.__enter__()  # type: ignore[no-untyped-call]
+        self._excluded = [key for key in _AUTOGRAD if _is_excluded(key)]
+        for key in self._excluded:
+            _set_excluded(key, False)
 
-    def __exit__(self, *problem: Any) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*problem)
+    def __exit__(self, *_: object) -> None:
+        for key in self._excluded:
+            _set_excluded(key, True)
 
 
 def hint_of(size: int | torch.SymInt) -> int:

@@ -140,7 +140,22 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
 ) -> Any:
-    return rpc_async(to, function, args, kwargs, timeout).wait()
+    found = Split()
+    template = split((tuple(args or ()), kwargs or {}), found)
+    key, _ = locate(_plain(to), function, template, timeout)
+    _, outputs, order = ops.call(
+        key,
+        found.tensors,
+        found.ints,
+        _needs(found.tensors),
+        anchors.current,
+        torch.is_grad_enabled(),
+        found.shapes,
+        _state.context,
+        _state.order,
+    )
+    _state.order = order
+    return _result(result_template(key), outputs)
 
 
 def remote(

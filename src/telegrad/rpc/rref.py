@@ -118,9 +118,7 @@ class RRef(Generic[T]):
             limit = self._node.timeout if timeout is None else timeout
             value: T = self._node.values.value(self._reference, limit)
             return value
-        request = self._request("fetch", timeout)
-        request.target = "to_here()"
-        return self._node.wait(request)  # type: ignore[no-any-return]
+        return self._node.wait(begin_fetch(self, timeout))  # type: ignore[no-any-return]
 
     def _request(self, operation: str, timeout: float | None, *args: object) -> Pending:
         return self._node.call(
@@ -315,6 +313,14 @@ class _Method:
         return f"method {self.method!r} of {self.rref!r}"
 
 
+def begin_fetch(rref: RRef[Any], timeout: float | None) -> Pending:
+    """Begin to fetch the value of another worker, for one who will wait for it."""
+    rref._check_usable("to_here()")
+    request = rref._request("fetch", timeout)
+    request.target = "to_here()"
+    return request
+
+
 def begin_method(
     rref: RRef[Any],
     timeout: float | None,
@@ -445,6 +451,7 @@ extend(
 __all__ = [
     "RRef",
     "State",
+    "begin_fetch",
     "begin_method",
     "call_method",
     "finish_method",

@@ -457,7 +457,7 @@ def test_a_shutdown_is_not_held_up_by_a_function_that_hangs(start: Start, size: 
     leaving = [a.begin(timed_shutdown, timeout=1), b.begin(timed_shutdown, timeout=1)]
     for seconds, _ in results(leaving):
         # Its timeout, farewells to who does not read them, and a busy machine.
-        assert seconds < 1 + 4.0
+        assert seconds < 1 + 2.0
 
 
 def test_callers_that_gave_up_do_not_hold_a_shutdown_up(make_job: MakeJob) -> None:

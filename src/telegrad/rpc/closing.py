@@ -68,8 +68,10 @@ class Closing:
             if lowest != leader:
                 leader, number = lowest, 0
             counts = (node.calls_made(), node.calls_finished(), node.calls.total())
+            remaining = 0.0 if until is None else until - node.runtime.now()
+            if until is not None and remaining <= 0:
+                raise self._too_late(timeout)
             try:
-                remaining = 0.0 if until is None else max(until - node.runtime.now(), 0.001)
                 over = node.request(
                     node.members.find(leader), CLOSING, number, *counts, timeout=remaining
                 )
@@ -77,16 +79,19 @@ class Closing:
                 self._call_the_roll()
                 continue
             except CallTimeout:
-                raise CallTimeout(
-                    f"shutdown of worker {node.info.name!r} took longer than {timeout:g} s: not "
-                    "every worker has called shutdown, or calls are still running"
-                ) from None
+                raise self._too_late(timeout) from None
             if over:
                 return
             number += 1
             with self._changed:
                 self._changed.wait(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
+
+    def _too_late(self, timeout: float) -> CallTimeout:
+        return CallTimeout(
+            f"shutdown of worker {self._node.info.name!r} took longer than {timeout:g} s: not "
+            "every worker has called shutdown, or calls are still running"
+        )
 
     def _call_the_roll(self) -> None:
         """Find out who has left: a call to such a worker fails at once, and it counts as lost."""

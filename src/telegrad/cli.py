@@ -33,7 +33,8 @@ Runs SCRIPT with Python. Where it calls telegrad.run(main) without workers=, it 
     if __name__ == "__main__":
         telegrad.run(main)
 
-The workers are processes on this machine. They end when main does.
+A script that passes workers= keeps its own number, and is told so if it is another. The workers are
+processes on this machine. They end when main does.
 """
 
 

@@ -318,6 +318,14 @@ def test_arguments_that_make_no_sense_are_refused_before_a_process_starts(
     assert forkservers() == before
 
 
+def test_a_script_that_keeps_its_own_number_of_workers_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TELEGRAD_WORKERS", "3")
+    with pytest.warns(UserWarning, match=r"was given 3 workers, but the script says workers=0"):
+        telegrad.run(int, workers=0)
+
+
 def test_the_number_of_workers_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_WORKERS", "3")
     assert len(worker_names(None)) == 3

@@ -20,6 +20,7 @@ import queue
 import secrets
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -73,10 +74,18 @@ def run(
 
     Call it under `if __name__ == "__main__":`, because workers import the script.
     """
+    names = worker_names(workers)
+    asked = os.environ.get(WORKERS_VARIABLE)
+    if workers is not None and asked is not None and asked != str(len(names)):
+        warnings.warn(
+            f"`telegrad run` was given {asked} workers, but the script says workers={workers!r}: "
+            f"there are {len(names)}. Leave workers= out to let the command decide.",
+            stacklevel=2,
+        )
     return run_with(
         RPC,
         main,
-        worker_names(workers),
+        names,
         env=env or {},
         threads=threads_per_worker,
         seed=seed,

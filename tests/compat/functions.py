@@ -18,6 +18,18 @@ def fail(message: str) -> None:
     raise ValueError(message)
 
 
+class Precise(Exception):
+    """Cannot be made of a message alone."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def fail_precisely() -> None:
+    raise Precise(7, "out of range")
+
+
 def wait_for_release() -> str:
     release.wait(30)
     return "released"

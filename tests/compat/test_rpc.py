@@ -23,6 +23,11 @@ def test_an_error_is_printed_where_it_happened(
     assert "out of order" in printed
 
 
+def test_an_error_that_words_do_not_make_arrives_as_a_runtime_error(alone: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match=r"exception on remote side was Precise.*out of range"):
+        alone.rpc_sync("me", functions.fail_precisely)
+
+
 def test_a_function_that_the_callee_lacks_fails_in_the_words_of_torch(
     alone: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,9 @@
 """Functions on their way, as torch RPC sends them.
 
-A function travels inside of a `Udf`. It differs from telegrad's own way in two stock habits: the
-callee prints the error of a function to its standard error, and a function that the callee does not
-have fails when it is to run, with the words that users search for.
+A function travels inside of a `Udf`. It differs from telegrad's own way in three stock habits: the
+callee prints the error of a function to its standard error, an error of a class that cannot be made
+of a message alone arrives as a `RuntimeError` with its words, and a function that the callee does
+not have fails when it is to run, with the words that users search for.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Udf:
             raise RuntimeError(str(error)) from error
         except Exception as error:
             _report(error)
+            if not _is_made_of_words(error):
+                raise RuntimeError(_described(error)) from error
             raise
 
     def __repr__(self) -> str:
@@ -75,6 +78,21 @@ class _Missing:
 def _report(error: Exception) -> None:
     trace = "".join(traceback.format_exception(error))
     print(f"On {current_node().info}:\n{error!r}\n{trace}", file=sys.stderr)
+
+
+def _is_made_of_words(error: Exception) -> bool:
+    """Whether stock's caller could make the error again: it calls the class with a message."""
+    try:
+        return isinstance(type(error)(str(error)), type(error))
+    except Exception:
+        return False
+
+
+def _described(error: Exception) -> str:
+    return (
+        f"A call failed on {current_node().info}, and its error cannot be made again of a message. "
+        f"Original exception on remote side was {error!r}"
+    )
 
 
 def _leave(udf: Udf, passage: Passage) -> object:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 IDLE_TIMEOUT = 0.5
 TICKS_BEFORE_BEGUN = 12
 PATIENCE = 5.0
+FEW_ANSWERS = 64
+MOST_ANSWERS = 1 << 15
+MOST_ANSWER_BYTES = 1 << 30
 
 
 class Incoming:
@@ -90,6 +93,9 @@ class Incoming:
             if frame.kind == Kind.LEAVING:
                 self.agent.leave(self.member.info.id)
                 return
+            if self.link.session.kept_frames > FEW_ANSWERS and self._keeps_too_much():
+                self.agent.lose(self.member.info.id, "it never acknowledges the answers it gets")
+                return
             self._function = None
             self._turn += 1
             if self.agent.watch.sleeping:
@@ -108,6 +114,16 @@ class Incoming:
                 else:
                     self._aside -= 1
         self._flush()
+
+    def _keeps_too_much(self) -> bool:
+        """Whether more answers are kept for a resend than a caller that follows the rules causes.
+
+        A call carries the acknowledgement of all answers that its caller has read, so those kept
+        when it arrives belong to calls that were in flight when it left; and a caller that has read
+        a megabyte acknowledges it at once.
+        """
+        session = self.link.session
+        return session.kept_frames > MOST_ANSWERS or session.kept_bytes > MOST_ANSWER_BYTES
 
     def _serve(self, frame: Frame, me: object) -> None:
         node, worker = self.agent.node, self.member.info.id

@@ -28,6 +28,11 @@ def test_an_error_that_words_do_not_make_arrives_as_a_runtime_error(alone: Modul
         alone.rpc_sync("me", functions.fail_precisely)
 
 
+def test_an_operator_with_wrong_arguments_fails_in_the_words_of_torch(alone: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match=r"failed to match any schema: add\(\) received"):
+        alone.rpc_sync("me", torch.add)
+
+
 def test_a_function_that_the_callee_lacks_fails_in_the_words_of_torch(
     alone: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

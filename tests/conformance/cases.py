@@ -23,10 +23,6 @@ EXPECTED_DIFFERENCES = {
         "_set_and_start_rpc_agent",
         "It replaces the function that hands a C++ agent to torch; telegrad has neither.",
     ),
-    ("TensorPipeAgentRpcTest", "op_with_invalid_args"): (
-        "received an invalid combination of arguments",
-        "It wants TorchScript's words for a wrong call; the error is the one of a local call.",
-    ),
 }
 """How a test fails that must, and why."""
 

@@ -1,9 +1,10 @@
 """Functions on their way, as torch RPC sends them.
 
-A function travels inside of a `Udf`. It differs from telegrad's own way in three stock habits: the
+A function travels inside of a `Udf`. It differs from telegrad's own way in four stock habits: the
 callee prints the error of a function to its standard error, an error of a class that cannot be made
-of a message alone arrives as a `RuntimeError` with its words, and a function that the callee does
-not have fails when it is to run, with the words that users search for.
+of a message alone arrives as a `RuntimeError` with its words, so does that of an operator with
+wrong arguments, and a function that the callee does not have fails when it is to run, with the
+words that users search for.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ NOT_FOUND = (
     "caller and callee modules."
 )
 
+NO_SCHEMA = "Overloaded torch operator invoked from Python failed to match any schema"
+
 
 class Udf:
     """A user-defined function on its way to a callee."""
@@ -45,6 +48,8 @@ class Udf:
             raise RuntimeError(str(error)) from error
         except Exception as error:
             _report(error)
+            if isinstance(error, TypeError) and stock.is_operator(self.function):
+                raise RuntimeError(f"{NO_SCHEMA}: {error}") from error
             if not _is_made_of_words(error):
                 raise RuntimeError(_described(error)) from error
             raise

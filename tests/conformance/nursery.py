@@ -117,8 +117,7 @@ def _run_apart(suite: str, test: str, limit: float, log: str) -> Outcome:
     ended = os.pidfd_open(leader)
     done, _, _ = select.select([ended], [], [], limit)
     if not done:
-        _signal_session(leader, STACKS)
-        time.sleep(1.0)
+        _write_stacks(leader)
     # The leader is not reaped yet, so its number is still that of its session.
     _signal_session(leader, signal.SIGKILL)
     os.waitpid(leader, 0)
@@ -151,6 +150,15 @@ def _lead(suite: str, test: str, log: str, writing: int) -> None:
         os.write(writing, json.dumps(outcome).encode())
     finally:
         os._exit(0)
+
+
+def _write_stacks(leader: int) -> None:
+    """One process after the other, or their lines would mix."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(entry.name)) == leader:
+                os.kill(int(entry.name), STACKS)
+                time.sleep(0.2)
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:

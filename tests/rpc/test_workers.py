@@ -18,6 +18,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc.errors import InvalidWorker
+from telegrad.rpc.rendezvous import Rendezvous
 from telegrad.wire.keys import JobKeyError
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Process, join, serve_store
@@ -152,6 +153,38 @@ def test_workers_come_and_go_without_a_world_size(start: Start) -> None:
     assert a.do(call, "c", functions.who_am_i) == "c"
     c.do(rpc.shutdown)
     a.do(rpc.shutdown)
+
+
+def join_slowly(name: str, port: int, directory: Path) -> None:
+    """Join an open job, with a pause after the key has been read."""
+    agree = Rendezvous._agree_on_key
+
+    def agree_and_pause(visit: Rendezvous, *args: Any) -> Any:
+        key = agree(visit, *args)
+        Rendezvous._agree_on_key = agree
+        (directory / "has read").touch()
+        while not (directory / "go on").exists():
+            time.sleep(0.01)
+        return key
+
+    Rendezvous._agree_on_key = agree_and_pause
+    join(name, None, None, port)
+
+
+def test_a_worker_that_comes_while_the_last_one_leaves_has_a_job(
+    start: Start, tmp_path: Path
+) -> None:
+    store = serve_store()
+    a, b, c = start(), start(), start()
+    a.do(join, "a", None, None, store.port)
+    joining = b.begin(join_slowly, "b", store.port, tmp_path)
+    while not (tmp_path / "has read").exists():
+        time.sleep(0.01)
+    a.do(rpc.shutdown)
+    (tmp_path / "go on").touch()
+    joining.result(20)
+    c.do(join, "c", None, None, store.port)
+    assert c.do(call, "b", functions.who_am_i) == "b"
 
 
 @pytest.mark.parametrize("how", ["leaves", "is killed"])

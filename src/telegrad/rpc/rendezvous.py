@@ -60,6 +60,7 @@ KNOWN_TO_ALL = 1024
 """The most workers of a job in which each knows all from the start."""
 LOOKED_AFTER = 16
 """In a larger one: so many others each knows from the start."""
+PATIENCE_WITH_LEAVING = 5.0
 
 
 def check_rank(name: str, rank: int, world_size: int) -> None:
@@ -136,27 +137,30 @@ class Rendezvous:
         self, key: JobKey | None, host: str | None, plaintext: bool, transports: Collection[str]
     ) -> Meeting:
         """Learn or make the job, then listen."""
-        key = key or key_from_environment()
+        given = key or key_from_environment()
         first = (
             self.info.id == 0
             if self._world_size is not None
             else self._claim("first worker", self.info.name)
         )
-        if first:
-            job, key = self._found_job(key)
-        else:
-            found = self._get_job()
-            try:
-                self._check_world_size(found["world size"])
-                if self._is_deserted(found):
-                    job, key = self._succeed(found["job"], key)
-                else:
-                    job, key = found["job"], self._agree_on_key(key, found)
-            except RendezvousError as error:
-                if self._world_size is not None:
-                    self._put(f"worker {self.info.id}", {"problem": str(error)})
-                raise
+        job, key = self._found_job(given) if first else self._find_job(given)
+        meeting = self._listen(job, key, host, plaintext, transports)
+        while self._world_size is None and given is None and _read_key(job) is None:
+            # The last of the others left, and took the key along, before it saw us listen.
+            meeting.close()
+            job, key = self._succeed(job)
+            meeting = self._listen(job, key, host, plaintext, transports)
         self._entries = Entries(key, job)
+        return meeting
+
+    def _listen(
+        self,
+        job: str,
+        key: JobKey,
+        host: str | None,
+        plaintext: bool,
+        transports: Collection[str],
+    ) -> Meeting:
         directory = job_directory(job)
         remove_abandoned(directory.parent)
         meeting = Meeting(key, job, self.incarnation, host_id(directory), directory)
@@ -188,21 +192,41 @@ class Rendezvous:
         )
         return job, key
 
-    def _is_deserted(self, found: dict[str, Any]) -> bool:
-        """Whether all workers of an open job have left, and its key with the last of them."""
-        if self._world_size is not None or found["key given"]:
-            return False
-        return _read_key(found["job"]) is None and not any(self._present_ranks())
+    def _find_job(self, given: JobKey | None) -> tuple[str, JobKey]:
+        """The job that the first worker has founded."""
+        found = self._get_job()
+        try:
+            self._check_world_size(found["world size"])
+            if self._world_size is None and given is None and not found["key given"]:
+                return self._find_open_job()
+            return found["job"], self._agree_on_key(given, found)
+        except RendezvousError as error:
+            if self._world_size is not None:
+                self._put(f"worker {self.info.id}", {"problem": str(error)})
+            raise
 
-    def _succeed(self, job: str, key: JobKey | None) -> tuple[str, JobKey]:
+    def _find_open_job(self) -> tuple[str, JobKey]:
+        """A job whose key goes with its last worker, who may be leaving just now."""
+        until = time.monotonic() + min(self._timeout, PATIENCE_WITH_LEAVING)
+        while True:
+            found = self._get_job()
+            job = found["job"]
+            key = _read_key(job)
+            if key is not None or time.monotonic() > until:
+                return job, self._agree_on_key(key, found)
+            if not any(self._present_ranks()):
+                return self._succeed(job)
+            time.sleep(0.01)
+
+    def _succeed(self, job: str) -> tuple[str, JobKey]:
         """Found the job anew after the last worker has left; of several that try, one does."""
         if self._claim(f"successor of {job}", self._name):
-            return self._found_job(key)
+            return self._found_job(None)
         until = time.monotonic() + self._timeout
         while time.monotonic() < until:
             found = self._get_job()
             if found["job"] != job:
-                return found["job"], self._agree_on_key(key, found)
+                return self._find_open_job()
             time.sleep(0.01)
         raise RendezvousError(
             f"worker {self._name!r} waited {self._timeout:g} s for another worker to found the "

@@ -10,7 +10,7 @@ BENCH  := $(VENV)/.bench
 JOBS   ?= 2
 
 .PHONY: help test unit demo lint format types bench bench-scaling dry-run bench-rpc \
-        bench-autograd bench-train bench-compile bench-tls bench-faults compile-report programs \
+        bench-autograd bench-tensors bench-train bench-compile bench-tls bench-faults compile-report programs \
         fuzz strangers chaos soak conformance ecosystem slow clean
 
 help:  ## show the targets
@@ -43,6 +43,10 @@ bench-scaling: $(BENCH)  ## how costs grow with calls, workers, contexts, refere
 
 dry-run: $(READY)  ## a job of 10,000 simulated workers: what grows faster than they do
 	$(BIN)/python -m benchmarks.many $(ARGS)
+
+bench-tensors: $(READY)  ## large tensors by shared memory, gloo, TCP and TLS; several connections
+	$(BIN)/python -m benchmarks.tensors --write
+	$(BIN)/python -m benchmarks.streams --write
 
 bench-rpc: $(READY)  ## stock torch RPC and telegrad, interleaved
 	$(BIN)/python -m benchmarks.rpc

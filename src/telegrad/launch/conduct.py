@@ -23,6 +23,7 @@ def join(seat: Seat) -> None:
         key=seat.key,
         liveness=seat.liveness,
         life=seat.life,
+        tensors=seat.tensors,
     )
 
 

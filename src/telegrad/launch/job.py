@@ -28,6 +28,7 @@ class Seat:
     timeout: float
     liveness: float = 5.0
     life: int | None = None  # how many had this seat before; None: nobody will have it again
+    tensors: str | None = None
 
 
 @dataclass(frozen=True)

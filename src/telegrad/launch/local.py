@@ -33,6 +33,7 @@ from telegrad.launch.store import host_store
 from telegrad.launch.worker import seed_everything
 from telegrad.rpc.arguments import check_seconds, check_whole
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.group import check_backend
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ def run(
     timeout: float = 60.0,
     restarts: int = 0,
     liveness: float = 5.0,
+    tensors: str | None = None,
 ) -> T:
     """Start workers on this machine, run `main()` here beside them, and return its result.
 
@@ -68,6 +70,9 @@ def run(
 
     `liveness` is how many seconds a stopped worker, or a broken connection, may take to come back
     before the worker counts as lost.
+
+    With `tensors="gloo"` large tensors travel by process groups of torch.distributed instead of
+    shared memory, as they would between hosts.
 
     `env` is added to the environment of the workers. `seed` makes random numbers repeatable:
     the worker with rank r starts from seed + r; without it every worker starts anew.
@@ -92,6 +97,7 @@ def run(
         timeout=timeout,
         restarts=restarts,
         liveness=liveness,
+        tensors=tensors,
     )
 
 
@@ -143,6 +149,7 @@ def run_with(
     timeout: float,
     restarts: int = 0,
     liveness: float = 5.0,
+    tensors: str | None = None,
 ) -> T:
     """Run a job whose processes join, serve and leave as `conduct` says."""
     if is_installing():
@@ -155,11 +162,13 @@ def run_with(
             f"restarts={restarts!r}: give how often a worker may start anew, 0 or more"
         )
     _check(main, env, threads, seed, timeout, liveness)
+    if tensors is not None:
+        check_backend(tensors)
     life = 0 if restarts else None
     store = host_store(timeout)
     key = secrets.token_bytes(32)
     seats = [
-        Seat(name, rank, len(names) + 1, store.port, key, timeout, liveness, life)
+        Seat(name, rank, len(names) + 1, store.port, key, timeout, liveness, life, tensors)
         for rank, name in enumerate((MAIN_WORKER, *names))
     ]
     if seed is not None:

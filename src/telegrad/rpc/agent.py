@@ -286,6 +286,7 @@ class Agent:
             view=connected.view,
             freed=connected.freed,
             limits=self._limits,
+            group=connected.group,
         )
 
     def _meet(self, member: Member, session: str, deadline: float) -> Visit:
@@ -404,6 +405,7 @@ class Agent:
         member = outgoing.member
         worker = member.info.id
         until = self.node.runtime.now() + self._liveness
+        visit: Visit | None = None
         while not (outgoing.gone or self._closed):
             try:
                 visit = meet(
@@ -414,10 +416,12 @@ class Agent:
                     outgoing.link.session.seen,
                     "resume",
                 )
-                outgoing.link.resume(visit.stream, visit.peer_has_seen)
+                outgoing.link.resume(visit.stream, visit.peer_has_seen, visit.group)
                 outgoing.resumed()
                 return
             except (HandshakeError, SessionError, LinkClosed) as error:
+                if visit is not None:
+                    visit.close()
                 self.lose(worker, f"{reason}, and could not be mended ({error})")
                 return
             except OSError as error:
@@ -452,11 +456,12 @@ class Agent:
         worker = visitor.hello.worker_id
         incoming = self._incoming.get(worker)
         if incoming is None:
-            visitor.stream.close()
+            visitor.close()
             return
         try:
-            incoming.link.resume(visitor.stream, visitor.hello.resume_at)
+            incoming.link.resume(visitor.stream, visitor.hello.resume_at, visitor.group)
         except (SessionError, LinkClosed) as error:
+            visitor.close()
             self.lose(worker, f"its connection broke and could not be mended ({error})")
             return
         incoming.resumed()

@@ -34,7 +34,9 @@ from telegrad.rpc.rref import RRef, remote_reference
 from telegrad.rpc.runtime import ThreadRuntime, Threads
 from telegrad.rpc.store import open_store
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.address import is_loopback
 from telegrad.wire.codec import Trust
+from telegrad.wire.group import check_backend
 from telegrad.wire.keys import JobKey
 
 To = str | int | WorkerInfo
@@ -59,6 +61,7 @@ def init_rpc(
     host: str | None = None,
     plaintext: bool = False,
     transports: Collection[str] = ("unix", "tcp"),
+    tensors: str | None = None,
     trust: str = "code",
     limits: Limits | None = None,
     rpc_timeout: float = DEFAULT_TIMEOUT,
@@ -77,6 +80,7 @@ def init_rpc(
     TELEGRAD_HOST) is the address at which other hosts reach this worker, over TLS unless both ends
     say `plaintext`; without it nothing listens but a Unix socket. `transports`
     says where it listens at all: with `("tcp",)` it is called over TCP on its own host, too.
+    With `tensors="gloo"` large tensors travel by process groups of torch.distributed, in the clear.
 
     `rpc_timeout` bounds every call that does not say otherwise, in seconds (0: no bound);
     `liveness` is how long a broken connection may take to come back before its worker counts as
@@ -94,6 +98,7 @@ def init_rpc(
             )
         host = host or os.environ.get(HOST_VARIABLE)
         trusted = _check_options(trust, transports, host, limits)
+        _check_tensors(tensors, trusted, host, plaintext)
         _check_place(name, rank, world_size, life)
         check_bound("rpc_timeout", rpc_timeout)
         check_seconds("join_timeout", join_timeout)
@@ -105,7 +110,7 @@ def init_rpc(
             store, rank, world_size = open_store(name, init_method, rank, world_size, join_timeout)
         visit = Rendezvous(store, name, rank, world_size, join_timeout, life)
         try:
-            meeting, members = _enter(visit, job_key, host, plaintext, transports)
+            meeting, members = _enter(visit, job_key, host, plaintext, transports, tensors)
         except BaseException:
             visit.leave()
             raise
@@ -140,6 +145,22 @@ def _check_options(
     return Trust(trust)
 
 
+def _check_tensors(tensors: str | None, trust: Trust, host: str | None, plaintext: bool) -> None:
+    if tensors is None:
+        return
+    check_backend(tensors)
+    if trust is Trust.DATA:
+        raise ValueError(
+            f"tensors={tensors!r} and trust='data' do not go together: a process group believes "
+            "whoever reaches its port"
+        )
+    if host is not None and not is_loopback(host) and not plaintext:
+        raise ValueError(
+            f"tensors={tensors!r} sends tensors between hosts in the clear, and this job speaks "
+            "TLS: give plaintext=True as well if the network is your own, or leave tensors out"
+        )
+
+
 def _check_place(name: str, rank: int | None, world_size: int | None, life: int | None) -> None:
     WorkerInfo(name, 0)
     if world_size is not None:
@@ -158,8 +179,9 @@ def _enter(
     host: str | None,
     plaintext: bool,
     transports: Collection[str],
+    tensors: str | None,
 ) -> tuple[Meeting, Members]:
-    meeting = visit.prepare(key, host, plaintext, transports)
+    meeting = visit.prepare(key, host, plaintext, transports, tensors)
     try:
         return meeting, visit.join(meeting)
     except BaseException:

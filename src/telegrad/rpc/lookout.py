@@ -7,6 +7,7 @@ and the way there cut: then those who are heard are asked, and `agreement.py` de
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,12 +22,14 @@ from telegrad.rpc.node import report_background_error
 from telegrad.rpc.silence import GiveUp
 from telegrad.rpc.vitals import Vital
 from telegrad.wire.keys import JobKey
+from telegrad.wire.warm import warm
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 HEARS, EXPELLED = "hears", "expelled"
 UNMET_PER_LOOK = 32
+TRIM_EVERY = 10.0
 
 
 class Lookout:
@@ -39,6 +42,7 @@ class Lookout:
         self._interval = min(0.5, liveness / 10)
         self._inquiry = min(1.0, liveness / 5)
         self._turn = 0
+        self._next_trim = 0.0
         self._stopped_since: dict[int, float] = {}
         self._received: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._suspects: set[int] = set()
@@ -62,7 +66,17 @@ class Lookout:
             self._listen_for_signs()
         except Exception:
             report_background_error("the look after other workers")
+        if self._node.runtime.now() >= self._next_trim:
+            self._next_trim = self._node.runtime.now() + TRIM_EVERY
+            self._agent.threads.run(self._trim)
         self._agent.watch.call_later(self._interval, self._look)
+
+    def _trim(self) -> None:
+        """Let go of memory that large tensors left warm, if none came since the last time."""
+        for end in self._agent.ends():
+            with contextlib.suppress(OSError):
+                end.link.trim()
+        warm.trim()
 
     def _look_at_processes(self) -> None:
         """Look whether the processes of the others are there and run.

@@ -36,6 +36,7 @@ from telegrad.wire.address import (
     prepare,
 )
 from telegrad.wire.arena import Arena, ArenaView
+from telegrad.wire.group import TensorGroup, form_group
 from telegrad.wire.handshake import (
     Answer,
     ClientHandshake,
@@ -74,6 +75,8 @@ class Meeting:
     arena_bytes: int = ARENA_BYTES
     plaintext: bool = False
     silence: float = DEFAULT_SILENCE
+    tensors: str | None = None
+    """The backend of the process groups by which large tensors travel."""
     pulse: str = ""
     _companion: Companion | None = None
     _tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
@@ -95,6 +98,11 @@ class Meeting:
             return self.addresses[self.listeners.index(listener)]
         except ValueError:
             raise OSError("the door was closed before the visitor was greeted") from None
+
+    def own_host(self) -> str:
+        """The address at which this worker is reached, of this host alone if it has no other."""
+        hosts = [each.host for each in self.addresses if isinstance(each, TcpAddress)]
+        return hosts[0] if hosts else "127.0.0.1"
 
     def tls(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         if self._tls is None:
@@ -160,6 +168,12 @@ class Connected:
     arena: Arena | None
     view: ArenaView | None
     freed: deque[int]
+    group: TensorGroup | None
+
+    def close(self) -> None:
+        self.stream.close()
+        if self.group is not None:
+            self.group.close()
 
 
 @dataclass
@@ -206,10 +220,8 @@ def meet(
         assert handshake.peer is not None
         if handshake.peer.incarnation != member.incarnation:
             raise HandshakeError(f"{whom} is another incarnation than the one that joined")
-        shared: Shared = (None, None, deque())
-        if purpose == "calls" and isinstance(address, UnixAddress):
-            shared = _share_memory(sock, meeting.arena_bytes)
-        return Visit(channel.stream(), *shared, handshake.peer.resume_at)
+        shared, group = _equip(meeting, channel, sock, address, purpose, rank=0)
+        return Visit(channel.stream(), *shared, group, handshake.peer.resume_at)
     except BaseException:
         sock.close()
         raise
@@ -250,10 +262,33 @@ def greet(
     handshake = ServerHandshake(bytes(meeting.key), answer, "a visitor")
     _shake_hands(channel, handshake)
     assert handshake.peer is not None
-    shared: Shared = (None, None, deque())
-    if handshake.peer.purpose == "calls" and isinstance(address, UnixAddress):
-        shared = _share_memory(sock, meeting.arena_bytes)
-    return Visitor(channel.stream(), *shared, handshake.peer)
+    shared, group = _equip(meeting, channel, sock, address, handshake.peer.purpose, rank=1)
+    return Visitor(channel.stream(), *shared, group, handshake.peer)
+
+
+def _equip(
+    meeting: Meeting,
+    channel: _Channel,
+    sock: socket.socket,
+    address: Address,
+    purpose: str,
+    *,
+    rank: int,
+) -> tuple[Shared, TensorGroup | None]:
+    """What large tensors travel by besides the connection: shared memory or a process group."""
+    nothing: Shared = (None, None, deque())
+    if meeting.tensors is not None:
+        if purpose == "probe":
+            return nothing, None
+        try:
+            return nothing, form_group(meeting.tensors, channel, rank, meeting.own_host())
+        except TimeoutError:
+            raise CutShort("the other end did not form a process group in time") from None
+        except ConnectionError as error:
+            raise CutShort(f"the connection broke before a group was formed: {error}") from None
+    if purpose == "calls" and isinstance(address, UnixAddress):
+        return _share_memory(sock, meeting.arena_bytes), None
+    return nothing, None
 
 
 def _choose(meeting: Meeting, member: Member) -> Address:
@@ -315,6 +350,15 @@ class _Channel:
         if got < 0:
             raise TimeoutError("the handshake took too long")
         return bytes(buffer[:got])
+
+    def read_exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            more = self.read(count - len(data))
+            if not more:
+                raise ConnectionError("the other end closed the connection")
+            data += more
+        return data
 
     def write(self, data: bytes) -> None:
         if self._tls is None:

@@ -134,9 +134,15 @@ class Rendezvous:
     # The job and its key.
 
     def prepare(
-        self, key: JobKey | None, host: str | None, plaintext: bool, transports: Collection[str]
+        self,
+        key: JobKey | None,
+        host: str | None,
+        plaintext: bool,
+        transports: Collection[str],
+        tensors: str | None = None,
     ) -> Meeting:
         """Learn or make the job, then listen."""
+        self._tensors = tensors
         given = key or key_from_environment()
         first = (
             self.info.id == 0
@@ -165,6 +171,7 @@ class Rendezvous:
         remove_abandoned(directory.parent)
         meeting = Meeting(key, job, self.incarnation, host_id(directory), directory)
         meeting.plaintext = plaintext
+        meeting.tensors = self._tensors
         path = directory / f"{self.info.id}-{self.incarnation & 0xFFFFFF:x}.sock"
         if "unix" in transports:
             meeting.listen(UnixAddress(str(path)))
@@ -188,6 +195,7 @@ class Rendezvous:
                 "key given": given,
                 "fingerprint": _fingerprint(key, job),
                 "world size": self._world_size,
+                "tensors": self._tensors,
             },
         )
         return job, key
@@ -197,6 +205,7 @@ class Rendezvous:
         found = self._get_job()
         try:
             self._check_world_size(found["world size"])
+            self._check_tensors(found.get("tensors"))
             if self._world_size is None and given is None and not found["key given"]:
                 return self._find_open_job()
             return found["job"], self._agree_on_key(given, found)
@@ -238,6 +247,13 @@ class Rendezvous:
             raise RendezvousError(
                 f"worker {self.info.name!r} was told world_size={self._world_size}, but rank 0 "
                 f"was told {theirs}: give every worker the same"
+            )
+
+    def _check_tensors(self, theirs: object) -> None:
+        if theirs != self._tensors:
+            raise RendezvousError(
+                f"worker {self.info.name!r} was told tensors={self._tensors!r}, but the first "
+                f"worker of the job was told {theirs!r}: give every worker the same"
             )
 
     def _agree_on_key(self, key: JobKey | None, found: dict[str, Any]) -> JobKey:

@@ -3,7 +3,8 @@
     header | buffer table | freed slots | note | meta | inline buffers
 
 The header has a fixed size and says how many bytes follow it. The buffer table has one row per
-tensor buffer: its length, and where it is (`INLINE`, or an offset in the sender's arena). Freed
+tensor buffer: its length, and where it is: `INLINE`, at an offset in the sender's arena, or on its
+way through the connection's process group under a tag (`GROUP` and the tag). Freed
 slots are arena offsets that the sender of this frame gives back to its receiver. The note is small
 and belongs to the layer above the calls (autograd); the meta is what the codec wrote.
 """
@@ -11,6 +12,7 @@ and belongs to the layer above the calls (autograd); the meta is what the codec 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -20,6 +22,7 @@ from telegrad.wire.primitives import ByteBuffer
 HEADER = struct.Struct("<BBHIIIQQQQ")
 HEADER_SIZE = HEADER.size
 INLINE = (1 << 64) - 1
+GROUP = 1 << 63
 ROW = 16
 SLOT = 8
 
@@ -57,6 +60,23 @@ class Frame:
     note: bytes
     meta: bytes
     buffers: list[ByteBuffer]
+
+
+def head_of(
+    kind: int,
+    call_id: int,
+    meta: bytes,
+    note: bytes,
+    rows: Sequence[tuple[int, int]],
+    seq: int,
+    ack: int,
+) -> bytes:
+    """A frame that frees no slots, up to its inline buffers."""
+    table = b"".join(struct.pack("<2Q", *row) for row in rows)
+    inline = sum(size for size, place in rows if place == INLINE)
+    total = len(table) + len(note) + len(meta) + inline
+    counts = (len(note), len(rows), 0, len(meta), total)
+    return b"".join((HEADER.pack(kind, 0, *counts, seq, ack, call_id), table, note, meta))
 
 
 def check_header(

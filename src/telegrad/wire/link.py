@@ -14,6 +14,9 @@ Breaking. When the stream breaks, the reader is told (`LinkBroken`); writers are
 they sent is kept. `resume` puts a new stream below the session: each end resends what the other has
 not seen. A frame counts as seen when all of it is here, and only then are its shared-memory slots
 mapped or given back: a frame that is cut in the middle leaves no trace.
+
+A connection may have a process group beside it (`group.py`). A frame whose large tensors travel by
+it is kept for a resend in another shape, with all of them inline: the group breaks with the stream.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +36,7 @@ from torch import Tensor
 from telegrad.wire.arena import Arena, ArenaError, ArenaView
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import (
+    GROUP,
     HEADER,
     HEADER_SIZE,
     INLINE,
@@ -43,10 +47,13 @@ from telegrad.wire.frames import (
     FrameLimits,
     Kind,
     check_header,
+    head_of,
 )
+from telegrad.wire.group import GroupFailed, TensorGroup, Transfer
 from telegrad.wire.primitives import ByteBuffer
 from telegrad.wire.session import Session, SessionError
 from telegrad.wire.stream import Stream
+from telegrad.wire.warm import warm
 
 READ_BUFFER = 1 << 18
 SMALL_FRAME = 1 << 16
@@ -59,6 +66,7 @@ ACK_FRAMES = 256
 ACK_BYTES = 1 << 20
 
 Bytes = bytes | memoryview
+_NOTHING: Iterator[ByteBuffer] = iter(())
 
 
 class LinkBroken(ConnectionError):
@@ -75,6 +83,10 @@ class _Borrowed:
 
     parts: tuple[Bytes, ...]
     tensors: tuple[tuple[Tensor, int], ...]
+
+    def own(self) -> None:
+        """Copy what belongs to the user, who may change it from now on."""
+        self.parts, self.tensors = tuple(map(bytes, self.parts)), ()
 
     def unchanged(self) -> bool:
         return all(tensor._version == version for tensor, version in self.tensors)
@@ -93,7 +105,7 @@ class _Incoming:
 
 
 class Link:
-    """Sends and receives frames; large tensors go through shared memory where both ends have it."""
+    """Sends and receives frames; large tensors go beside them where both ends have a way."""
 
     def __init__(
         self,
@@ -103,8 +115,9 @@ class Link:
         view: ArenaView | None = None,
         freed: deque[int] | None = None,
         limits: FrameLimits = LIMITS,
+        group: TensorGroup | None = None,
     ) -> None:
-        """`freed` is where `view` puts the slots that died here."""
+        """`freed` is where `view` puts the slots that died here; `group` belongs to the stream."""
         self.stream = stream
         self.session: Session[bytes | _Borrowed] = Session()
         self.closed = False
@@ -114,6 +127,7 @@ class Link:
         self._limits = limits
         self._arena = arena
         self._view = view
+        self._group = group
         self.while_blocked: Callable[[], None] = self._wait_writable
         self.nudge: Callable[[], None] = _nobody_looks
         self.freed: deque[int] = deque() if freed is None else freed
@@ -152,6 +166,11 @@ class Link:
         At the `deadline` (of `time.monotonic`) it returns although the peer does not read: the rest
         of the frame, copied, stays on the queue.
         """
+        group = self._group
+        if group is not None and group.carries(buffers):
+            frame = (kind, call_id, meta, buffers, note, tensors, deadline)
+            if self._send_by_group(group, *frame):
+                return
         rows: list[int] = []
         inline: list[memoryview] = []
         total = len(meta) + len(note)
@@ -189,6 +208,71 @@ class Link:
             self._writing = True
         self._write_queue(deadline)
 
+    def _send_by_group(
+        self,
+        group: TensorGroup,
+        kind: int,
+        call_id: int,
+        meta: bytes,
+        buffers: Sequence[memoryview],
+        note: bytes,
+        tensors: Sequence[Tensor],
+        deadline: float,
+    ) -> bool:
+        """Send a frame whose large buffers travel through the group. False: it has to be inline."""
+        try:
+            with group.order:
+                rows, inline, transfers = group.begin(buffers)
+                with self._lock:
+                    if self.closed:
+                        raise LinkClosed("the link is closed")
+                    if self._group is not group or self.broken:
+                        return False
+                    seq, ack = self.session.stamp()
+                    as_sent, again = (
+                        head_of(kind, call_id, meta, note, each, seq, ack)
+                        for each in (rows, [(size, INLINE) for size, _ in rows])
+                    )
+                    kept = _Borrowed(
+                        (again, *buffers), tuple((tensor, tensor._version) for tensor in tensors)
+                    )
+                    self.session.keep(seq, kept, sum(map(_size, kept.parts)) - HEADER_SIZE)
+                    whole = b"".join((as_sent, *inline))
+                    self._queue.append(whole)
+                    self._queued_bytes += len(whole)
+                    self.sent_bytes += sum(size for size, place in rows if place != INLINE)
+                    self._ticket += 1
+                    writes, self._writing = not self._writing, True
+        except GroupFailed:
+            self._break_with(group)
+            return False
+        if writes:
+            self._write_queue(deadline)
+        self._await_transfers(group, transfers, kept, deadline)
+        return True
+
+    def _await_transfers(
+        self, group: TensorGroup, transfers: list[Transfer], kept: _Borrowed, deadline: float
+    ) -> None:
+        """Until the peer has the tensors. If it cannot be, they will go inline, by a resend."""
+        try:
+            for transfer in transfers:
+                transfer.wait(None if deadline == math.inf else deadline - time.monotonic())
+        except GroupFailed:
+            with self._lock:
+                kept.own()
+            self._break_with(group)
+            group.close()
+            if self.closed:
+                raise LinkClosed("the link was closed while a tensor was on its way") from None
+
+    def _break_with(self, group: TensorGroup) -> None:
+        """A group failed, and the stream that it belongs to has to be made anew with it."""
+        with self._lock:
+            is_present = self._group is group
+        if is_present:
+            self.mark_broken()
+
     def flush(self, deadline: float = math.inf) -> None:
         """Write what was left on the queue."""
         if self._queue:
@@ -208,6 +292,11 @@ class Link:
             self.send(Kind.HOUSEKEEPING, 0)
         else:
             self.flush()
+
+    def trim(self) -> None:
+        """Give back to the system what large tensors have not used for a while."""
+        if self._arena is not None:
+            self._arena.trim()
 
     def _acknowledge(self) -> None:
         """Queue a frame that only acknowledges. The reader must not write: it might have to wait
@@ -404,13 +493,14 @@ class Link:
         window = self._window
         at = self._start + HEADER_SIZE
         end = at + total
-        if not self._admit(seq, ack, total):
-            self._start = end
-            return None
         table: tuple[int, ...] = ()
         if rows or freed:
             table = struct.unpack_from(f"<{2 * rows + freed}Q", self._window, at)
             at += ROW * rows + SLOT * freed
+        carried = self._receive_carried(table, rows) if self._group is not None else _NOTHING
+        if not self._admit(seq, ack, total):
+            self._start = end
+            return None
         note = bytes(window[at : at + note_length]) if note_length else b""
         at += note_length
         meta = bytes(window[at : at + meta_length])
@@ -424,7 +514,7 @@ class Link:
                 buffers.append(bytearray(window[at : at + size]))
                 at += size
             else:
-                buffers.append(self._shared(place, size))
+                buffers.append(self._elsewhere(place, size, carried))
         if at != end:
             raise CodecError("a frame is longer than its parts")
         self._start = end
@@ -464,17 +554,18 @@ class Link:
         if len(large.head) + sum(sizes) != total:
             raise CodecError("a frame's length and the lengths of its parts differ")
         try:
-            large.arrays = [np.empty(size, np.uint8) for size in sizes]
-        except MemoryError:
+            large.arrays = [warm.array(size) for size in sizes]
+        except (MemoryError, OSError):
             raise CodecError(f"there is no memory for a frame of {total} bytes") from None
         large.targets.extend(memoryview(array.data) for array in large.arrays if array.nbytes)
         large.opened = True
 
     def _finish_large(self, large: _Incoming) -> Frame | None:
         kind, _, note_length, rows, freed, _, total, seq, ack, call_id = large.header
+        table = struct.unpack_from(f"<{2 * rows + freed}Q", large.head)
+        carried = self._receive_carried(table, rows) if self._group is not None else _NOTHING
         if not self._admit(seq, ack, total):
             return None
-        table = struct.unpack_from(f"<{2 * rows + freed}Q", large.head)
         at = ROW * rows + SLOT * freed
         note = bytes(large.head[at : at + note_length])
         meta = bytes(memoryview(large.head)[at + note_length :])
@@ -482,12 +573,43 @@ class Link:
         buffers: list[ByteBuffer] = []
         for row in range(rows):
             size, place = table[2 * row : 2 * row + 2]
-            buffers.append(next(arrays) if place == INLINE else self._shared(place, size))
+            inline = place == INLINE
+            buffers.append(next(arrays) if inline else self._elsewhere(place, size, carried))
         if freed:
             self._release(table[2 * rows :])
         if kind == Kind.HOUSEKEEPING:
             return None
         return Frame(kind, call_id, note, meta, buffers)
+
+    def _receive_carried(self, table: tuple[int, ...], rows: int) -> Iterator[ByteBuffer]:
+        """The buffers that come through the group, before their frame counts as arrived."""
+        group = self._group
+        assert group is not None
+        announced = [
+            (size, place - GROUP)
+            for size, place in zip(table[: 2 * rows : 2], table[1 : 2 * rows : 2], strict=True)
+            if place != INLINE and place >= GROUP
+        ]
+        if sum(size for size, _ in announced) > self._limits.frame_bytes:
+            raise CodecError("a frame announces more bytes than the limit for a frame")
+        try:
+            arrays = [group.receive(tag, size) for size, tag in announced]
+        except MemoryError:
+            raise CodecError("there is no memory for the tensors that a frame announces") from None
+        except GroupFailed as error:
+            self._break_with(group)
+            raise LinkBroken(f"a tensor did not arrive: {error}") from None
+        self.received_bytes += sum(size for size, _ in announced)
+        return iter(arrays)
+
+    def _elsewhere(self, place: int, size: int, carried: Iterator[ByteBuffer]) -> ByteBuffer:
+        """A buffer that is not in the frame itself."""
+        if place < GROUP:
+            return self._shared(place, size)
+        buffer = next(carried, None)
+        if buffer is None:
+            raise CodecError("a frame refers to a process group that this link does not have")
+        return buffer
 
     def _shared(self, offset: int, size: int) -> ByteBuffer:
         if self._view is None:
@@ -529,15 +651,19 @@ class Link:
             if self.broken:
                 return
             self.broken = True
+            group = self._group
             self._changed.notify_all()
         self.stream.close()
+        if group is not None:
+            group.close()
 
-    def resume(self, stream: Stream, peer_has_seen: int) -> None:
+    def resume(self, stream: Stream, peer_has_seen: int, group: TensorGroup | None = None) -> None:
         """Go on over a new stream: what the peer has not seen is put on the queue again, in order.
 
         To be called by the reader (or when there is none). It is not written here: both ends may
         have much to send again, and before each has a reader they would wait for each other.
-        Raises `SessionError` if the session cannot go on: the peer then counts as lost.
+        Raises `SessionError` if the session cannot go on: the peer then counts as lost. The stream
+        and its group are then the caller's to close.
         """
         with self._lock:
             self._awaiting += 1
@@ -554,6 +680,7 @@ class Link:
                     "changed in place since: it cannot be sent again as it was"
                 )
             self.stream = stream
+            self._group = group
             self.broken = False
             self._start = self._end = 0
             self._large = None
@@ -576,6 +703,8 @@ class Link:
             self._arena.close()
         if self._view is not None:
             self._view.close()
+        if self._group is not None:
+            self._group.close()
         # Bound methods make circles, and what is in one keeps its descriptor until a collection.
         self.while_blocked = self.nudge = _nobody_looks
 

@@ -1,8 +1,16 @@
-"""The torch functions without a public name that the codec relies on, one function each."""
+"""What this room relies on in torch without a public name, one function each."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+_CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+_NO_LIMIT = timedelta(days=1)
 
 
 def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,3 +33,25 @@ def quantized_by_channel(
 ) -> torch.Tensor:
     """The inverse of `int_repr` for one scale per channel."""
     return torch._make_per_channel_quantized_tensor(numbers, scales, zero_points, axis)
+
+
+def has_backend(name: str) -> bool:
+    """Whether this build of torch has the class behind a backend's name."""
+    return hasattr(dist, _CLASSES[name])
+
+
+def group_of_two(backend: str, store: Store, rank: int, host: str) -> Any:
+    """A process group that torch.distributed does not know of: public ones need a default group.
+
+    Its `send([tensor], rank, tag)` and `recv` give a `dist.Work`. gloo listens at `host`.
+    """
+    if backend == "gloo":
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = _NO_LIMIT
+        options._threads = 1
+        return dist.ProcessGroupGloo(store, rank, 2, options)
+    group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
+    # The store is gone when the first tensor comes.
+    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return group

@@ -41,6 +41,7 @@ from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed, Trust, is_exported, pack, unpack
 from telegrad.wire.errors import CodecError, Unpackable
 from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.parcel import Parcel
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -67,7 +68,7 @@ class Tally:
             return sum(count for worker, count in self._counts.items() if worker not in without)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """What goes back for a request."""
 
@@ -185,23 +186,28 @@ class Node:
                 f"timeout={timeout!r} is no time: give seconds, 0 for no bound, None for the job's"
             )
         request = (target, args, kwargs or {})
-        return self._begin(to, request, self.crossing.current(), timeout, on_settled)
+        return self._begin(to, target, request, self.crossing.current(), timeout, on_settled)
 
     def ask(self, to: int, operation: str, payload: object, scope: Scope | None) -> Pending:
-        """Begin a call of one of the other node's own operations, under a scope of its own."""
+        """Begin a call of one of the other node's own operations, under a scope of its own.
+
+        A parcel for that operation travels as it is.
+        """
         if self.closed:
             raise NotInitialized()
-        return self._begin(self.members.member(to).info, (operation, (payload,), {}), scope, 0)
+        request = payload if type(payload) is Parcel else (operation, (payload,), {})
+        return self._begin(self.members.member(to).info, operation, request, scope, 0)
 
     def _begin(
         self,
         to: WorkerInfo,
-        request: tuple[object, object, object],
+        target: object,
+        request: tuple[object, ...],
         scope: Scope | None,
         timeout: float,
         on_settled: Callable[[Pending], None] | None = None,
     ) -> Pending:
-        worker, target = to.id, request[0]
+        worker = to.id
         try:
             packed, note = self._prepare(request, worker, scope)
         except Unpackable as problem:
@@ -276,10 +282,14 @@ class Node:
             self.values.opened()
 
     def post(self, to: int, topic: str, payload: object, scope: Scope | None = None) -> None:
-        """Send a one-way message, handled once on the other side while both workers live."""
+        """Send a one-way message, handled once on the other side while both workers live.
+
+        A parcel for that topic travels as it is.
+        """
         if self.closed or to in self._lost:
             return
-        packed, note = self._prepare((topic, payload), to, scope)
+        message = payload if type(payload) is Parcel else (topic, payload)
+        packed, note = self._prepare(message, to, scope)
         self.values.packed()
         self.transport.post(to, packed, note)
 
@@ -320,7 +330,10 @@ class Node:
             return None
         try:
             request, scope = self._open(sender, frame)
-            target, args, kwargs = request
+            if type(request) is Parcel:
+                target, args, kwargs = request.topic, (request,), {}
+            else:
+                target, args, kwargs = request
         except BaseException as error:
             self._finished.add(sender)
             if isinstance(error, CodecError):
@@ -395,7 +408,8 @@ class Node:
 
     def _serve_post(self, sender: int, frame: Frame) -> None:
         try:
-            (topic, payload), scope = self._open(sender, frame)
+            message, scope = self._open(sender, frame)
+            topic, payload = (message.topic, message) if type(message) is Parcel else message
             # Not every value can be hashed or shown in time: see wire/hashing.py.
             handler = self._topics.get(topic) if type(topic) is str else None
             if handler is None:
@@ -521,7 +535,7 @@ class Node:
         return cut
 
 
-def _of_call(problem: Unpackable, request: tuple[Any, Any, Any], to: str) -> Unpackable:
+def _of_call(problem: Unpackable, request: tuple[Any, ...], to: str) -> Unpackable:
     """The same problem in the caller's words: of the function, `args` or `kwargs` of a call."""
     target, prefix, first = request[0], "value", 0
     if type(target) is str:

@@ -19,14 +19,14 @@ process import, call or unpickle anything; that a tensor sees memory outside of 
 memory is allocated because a message says so rather than because it is that long; that anything
 but `CodecError` is raised for what a message holds.
 
-The buffers that `pack` gives are the tensors' memory, not a copy. Whoever keeps them keeps the
-memory alive, and sees what the program writes to it meanwhile.
+The buffers that `pack` gives are the tensors' memory, not a copy, except for small ones. Whoever
+keeps them keeps the memory alive, and sees what the program writes to it meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,6 +38,7 @@ from telegrad.wire.errors import CodecError, Refusal, Unpackable
 from telegrad.wire.names import export, extend, is_exported
 from telegrad.wire.paths import path_to
 from telegrad.wire.primitives import ByteBuffer, write_size
+from telegrad.wire.quick import NOT_QUICK, Packed, quick_pack, quick_unpack
 from telegrad.wire.tensors import read_table, write_table
 from telegrad.wire.trust import LIMITS, Limits, Trust
 
@@ -58,20 +59,15 @@ __all__ = [
 _NO_TABLE = bytes(2)
 
 
-class Packed(NamedTuple):
-    meta: bytes
-    tensors: list[torch.Tensor]
-    """The tensors of the message in table order, as the caller holds them."""
-    buffers: list[memoryview]
-    """C-contiguous bytes to be sent behind the metadata, none of them empty."""
-
-
 def pack(obj: Any, scope: object = None, trust: Trust = Trust.CODE) -> Packed:
     """Make a message of an object. `scope` is handed to the extensions that are met.
 
     Raises `Unpackable`, which says where the value sits that cannot travel, and what to do.
     """
     try:
+        quick = quick_pack(obj, trust)
+        if quick is not None:
+            return quick
         encoder = write_tree(obj, scope, trust)
         if not encoder.tensors and encoder.pickler is None:
             packed = Packed(_NO_TABLE + encoder.out, [], encoder.buffers)
@@ -127,6 +123,9 @@ def unpack(
     if len(meta) > limits.meta:
         raise CodecError(f"{len(meta)} bytes of metadata pass the limit of {limits.meta}")
     data = meta if type(meta) is bytes else bytes(meta)
+    value = quick_unpack(data, buffers, trust, limits, arrive)
+    if value is not NOT_QUICK:
+        return value
     decoder = Decoder(data, buffers, scope, trust, limits)
     try:
         _read_tensors(decoder)

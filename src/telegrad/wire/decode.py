@@ -23,6 +23,7 @@ from telegrad.wire.errors import CodecError
 from telegrad.wire.hashing import LARGE, check_hashes, hashed_objects
 from telegrad.wire.layouts import DTYPES
 from telegrad.wire.opaque import TreeUnpickler
+from telegrad.wire.parcel import Parcel
 from telegrad.wire.primitives import ByteBuffer, Reader
 from telegrad.wire.tags import LAYOUTS, MEMORY_FORMATS, Tag
 from telegrad.wire.trust import Limits, Trust
@@ -331,6 +332,15 @@ def _tensor(d: Decoder) -> torch.Tensor:
     return d.tensors[number]
 
 
+def _parcel(d: Decoder) -> Parcel:
+    if d.depth:
+        raise CodecError("a parcel came inside of another value")
+    topic = d.text()
+    data = d.data[d.position :]
+    d.position = len(d.data)
+    return Parcel(topic, data, d.tensors)
+
+
 def _unknown(d: Decoder) -> Any:
     raise CodecError(f"unknown tag {d.data[d.position - 1]} at byte {d.position - 1}")
 
@@ -375,5 +385,6 @@ register(
         Tag.AGAIN: _again,
         Tag.TWICE: _twice,
         Tag.TENSOR: _tensor,
+        Tag.PARCEL: _parcel,
     }
 )

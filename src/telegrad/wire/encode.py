@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from telegrad.wire.errors import Refusal
 from telegrad.wire.layouts import DTYPE_CODES
 from telegrad.wire.opaque import TreePickler
+from telegrad.wire.parcel import Parcel
 from telegrad.wire.primitives import write_size, write_text
 from telegrad.wire.tags import LAYOUTS, MEMORY_FORMATS, Tag
 from telegrad.wire.trust import LIMITS, Trust
@@ -348,6 +349,15 @@ def _tensor(e: Encoder, obj: torch.Tensor) -> None:
         write_size(e.out, number)
 
 
+def _parcel(e: Encoder, obj: Parcel) -> None:
+    if e.depth:
+        raise Refusal(obj, "a parcel is a message of its own; send it by itself")
+    e.out.append(Tag.PARCEL)
+    write_text(e.out, obj.topic)
+    e.out += obj.data
+    e.tensors += obj.tensors
+
+
 WRITERS = _Writers(
     {
         type(None): _none,
@@ -372,5 +382,6 @@ WRITERS = _Writers(
         torch.memory_format: _memory_format,
         torch.Tensor: _tensor,
         Parameter: _tensor,
+        Parcel: _parcel,
     }
 )

@@ -92,6 +92,20 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return layout
 
 
+def known_layout(tensor: torch.Tensor) -> Layout | None:
+    """The layout of a strided tensor, if one like it was seen before."""
+    return _by_tensor.get((tensor.dtype, tensor.shape, tensor.stride()))
+
+
+def layout_in(data: bytes, start: int, max_dims: int) -> tuple[Layout | None, int]:
+    """The layout that begins there, if it was seen before and is contiguous, and its end."""
+    dims = data[start + 1] if len(data) > start + 1 else _STRIDED
+    if dims >= _STRIDED or dims > max_dims:
+        return None, start
+    end = start + 2 + 8 * dims
+    return _by_header.get(data[start:end]), end
+
+
 def read_layout(reader: Reader, max_dims: int) -> Layout:
     data, start = reader.data, reader.position
     dims = data[start + 1]

@@ -49,6 +49,7 @@ class Tag:
     ENUM_VALUE = 36  # a combination of flags
     EXTENSION = 37
     OPAQUE = 38
+    PARCEL = 39  # the rest of the message is bytes
 
 
 # The position is the number on the wire: append only.

@@ -46,9 +46,9 @@ _COMPRESSED = 4 << 2
 _QUANTIZED = 5 << 2
 _QUANTIZED_BY_CHANNEL = 6 << 2
 
-_REQUIRES_GRAD = 1
+REQUIRES_GRAD = 1
 _PARAMETER = 2
-_FLAGS = _REQUIRES_GRAD | _PARAMETER
+_FLAGS = REQUIRES_GRAD | _PARAMETER
 
 # The largest element has 16 bytes: a stretch that starts at a multiple of it suits every dtype.
 _ALIGNMENT = 16
@@ -108,7 +108,7 @@ def _write_record(
     buffers: list[memoryview],
     stretch: _Stretch | None = None,
 ) -> None:
-    flags = _REQUIRES_GRAD if tensor.requires_grad else 0
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is Parameter:
         flags |= _PARAMETER
     if tensor.layout is not _STRIDED:
@@ -132,7 +132,7 @@ def _write_strided(
     layout = layout_of(tensor)
     if layout.castable:
         try:
-            array = (tensor.detach() if flags & _REQUIRES_GRAD else tensor).numpy()
+            array = (tensor.detach() if flags & REQUIRES_GRAD else tensor).numpy()
         except RuntimeError:
             # A lazy negative or zero: torch has to make the numbers first.
             array = _settled(tensor).contiguous().numpy()
@@ -326,8 +326,8 @@ def _read_record(
         reader.position += 1
         tensor = _read_composed(kind, reader, limits)
     if first & _PARAMETER:
-        return Parameter(tensor, requires_grad=bool(first & _REQUIRES_GRAD))
-    return tensor.requires_grad_() if first & _REQUIRES_GRAD else tensor
+        return Parameter(tensor, requires_grad=bool(first & REQUIRES_GRAD))
+    return tensor.requires_grad_() if first & REQUIRES_GRAD else tensor
 
 
 def _read_dense(

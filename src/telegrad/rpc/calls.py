@@ -61,7 +61,8 @@ class Pending:
         self.frame = frame
         self.error = error
         self.done = True
-        self.wake()
+        if self.latch is not None:
+            self.wake()
 
     def wake(self) -> None:
         # A waiter stores its latch and then looks at `done`; we set `done` and then look for the

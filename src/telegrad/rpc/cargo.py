@@ -21,9 +21,10 @@ MANY = 1 << 10
 
 def weigh(packed: Packed) -> int:
     """The bytes of a message that is worth weighing, else 0."""
-    if not packed.buffers and len(packed.meta) < LIGHT:
-        return 0
-    return len(packed.meta) + sum(buffer.nbytes for buffer in packed.buffers)
+    size = len(packed.meta)
+    for buffer in packed.buffers:
+        size += buffer.nbytes
+    return size if size >= LIGHT else 0
 
 
 class Cargo:

@@ -52,6 +52,7 @@ class Outgoing:
     def __init__(self, agent: Agent, member: Member, session: str, link: Link) -> None:
         self.agent = agent
         self.member = member
+        self._worker = member.info.id
         self.session = session
         self.link = link
         self.gone = False
@@ -82,7 +83,7 @@ class Outgoing:
             while not pending.done:
                 if self._begin_to_read(pending) or self._await_turn(pending, until):
                     self._read_until(pending, until)
-                if until <= self.agent.node.runtime.now():
+                if pending.done or until <= self.agent.node.runtime.now():
                     return
         except BaseException:
             self._not_interrupted_while_reading()
@@ -208,7 +209,7 @@ class Outgoing:
             self.agent.leave(self.member.info.id)
             return frame
         node = self.agent.node
-        pending = node.calls.take(self.member.info.id, frame.call_id)
+        pending = node.calls.take(self._worker, frame.call_id)
         if pending is None:
             late = frame
             self.agent.threads.run(lambda: node.discard(self.member.info.id, late))
@@ -236,7 +237,7 @@ class Outgoing:
                     break
             self._reading = handed_on
             self._reader = 0
-        if not handed_on and self.agent.node.calls.in_flight(self.member.info.id):
+        if not handed_on and self.agent.node.calls.in_flight(self._worker):
             # Whatever `_armed` says: a reader that disarms and one that arms may have crossed.
             self._armed = True
             self.agent.watch.look_for(self._descriptor, READABLE)
@@ -312,8 +313,7 @@ class Outgoing:
     # Sending.
 
     def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
-        worker = self.member.info.id
-        in_flight = self.agent.node.calls.in_flight(worker)
+        in_flight = self.agent.node.calls.in_flight(self._worker)
         size = weigh(packed)
         if in_flight > MAX_CALLS_IN_FLIGHT or (
             size and not self._cargo.load(pending.call_id, size)

@@ -48,7 +48,7 @@ class FrameLimits:
 
 
 LIMITS = FrameLimits()
-_KINDS = frozenset(int(k) for k in Kind)
+KINDS = frozenset(int(k) for k in Kind)
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def check_header(
     limits: FrameLimits,
 ) -> None:
     """Refuse a header whose numbers do not agree or pass the limits."""
-    if kind not in _KINDS:
+    if kind not in KINDS:
         raise CodecError(f"a frame of unknown kind {kind} arrived: the stream is not telegrad's")
     if buffers > limits.buffers or freed > limits.buffers:
         raise CodecError(

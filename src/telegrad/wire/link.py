@@ -40,6 +40,7 @@ from telegrad.wire.frames import (
     HEADER,
     HEADER_SIZE,
     INLINE,
+    KINDS,
     LIMITS,
     ROW,
     SLOT,
@@ -58,12 +59,16 @@ from telegrad.wire.warm import warm
 READ_BUFFER = 1 << 18
 SMALL_FRAME = 1 << 16
 ARENA_THRESHOLD = 1 << 16
+ONE_ROW = struct.Struct("<2Q")
 QUEUE_BYTES = 8 << 20
 LONGEST_WAIT = 3600.0
 LATER_BYTES = 1 << 14
 MAX_FREED_PER_FRAME = 512
 ACK_FRAMES = 256
 ACK_BYTES = 1 << 20
+LIGHT = ACK_BYTES // ACK_FRAMES // 4
+"""Frames below it are too small to make up `ACK_BYTES` before there are `ACK_FRAMES` of them."""
+LOOK_EVERY = 64
 
 Bytes = bytes | memoryview
 _NOTHING: Iterator[ByteBuffer] = iter(())
@@ -125,6 +130,10 @@ class Link:
         self.sent_bytes = 0
         self.received_bytes = 0
         self._limits = limits
+        self._unsuspicious = min(
+            SMALL_FRAME, limits.frame_bytes, limits.meta_bytes, SLOT * limits.buffers
+        )
+        """A frame of so many bytes that has room for its parts cannot pass any limit."""
         self._arena = arena
         self._view = view
         self._group = group
@@ -177,7 +186,10 @@ class Link:
         if buffers:
             total += self._place(buffers, rows, inline)
         freed = self._take_freed() if self.freed else ()
-        head = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed) if rows or freed else b""
+        if len(rows) == 2 and not freed:
+            head = ONE_ROW.pack(*rows)
+        else:
+            head = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed)
         total += len(head)
         counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
         own_memory = total <= SMALL_FRAME or not inline
@@ -203,10 +215,11 @@ class Link:
                 if not own_memory or self._queued_bytes > QUEUE_BYTES:
                     self._await_written(self._ticket, deadline)
                 return
-            if later and own_memory and self._queued_bytes < LATER_BYTES:
+            if self.broken or (later and own_memory and self._queued_bytes < LATER_BYTES):
                 return
             self._writing = True
-        self._write_queue(deadline)
+            parts, size, ticket = self._take_queue()
+        self._write_queue(parts, size, ticket, deadline)
 
     def _send_by_group(
         self,
@@ -242,12 +255,15 @@ class Link:
                     self._queued_bytes += len(whole)
                     self.sent_bytes += sum(size for size, place in rows if place != INLINE)
                     self._ticket += 1
-                    writes, self._writing = not self._writing, True
+                    taken = None
+                    if not self._writing:
+                        self._writing = True
+                        taken = self._take_queue()
         except GroupFailed:
             self._break_with(group)
             return False
-        if writes:
-            self._write_queue(deadline)
+        if taken is not None:
+            self._write_queue(*taken, deadline)
         self._await_transfers(group, transfers, kept, deadline)
         return True
 
@@ -277,10 +293,11 @@ class Link:
         """Write what was left on the queue."""
         if self._queue:
             with self._lock:
-                if self._writing or self.closed:
+                if self._writing or self.closed or self.broken:
                     return
                 self._writing = True
-            self._write_queue(deadline)
+                parts, size, ticket = self._take_queue()
+            self._write_queue(parts, size, ticket, deadline)
 
     @property
     def has_unwritten(self) -> bool:
@@ -346,24 +363,17 @@ class Link:
         finally:
             self._awaiting -= 1
 
-    def _write_queue(self, deadline: float = math.inf) -> None:
-        """Carry the queue to the stream until it is empty. The caller has set `_writing`."""
-        written = 0
+    def _take_queue(self) -> tuple[list[Bytes], int, int]:
+        """What is to be written now: the parts, their size, and the last ticket among them."""
+        parts, self._queue = self._queue, []
+        size, self._queued_bytes = self._queued_bytes, 0
+        self.sent_bytes += size
+        return parts, size, self._ticket
+
+    def _write_queue(self, parts: list[Bytes], size: int, ticket: int, deadline: float) -> None:
+        """Write what was taken from the queue, and then what has come to it, until it is empty. The
+        caller has set `_writing`."""
         while True:
-            with self._lock:
-                if written:
-                    self._tickets_written = written
-                if self._awaiting:
-                    self._changed.notify_all()
-                if not self._queue or self.broken or self.closed:
-                    # In one step with the look at the queue: a frame that came before is seen, and
-                    # who brings one after finds nobody writing.
-                    self._writing = self._overdue = False
-                    return
-                parts, self._queue = self._queue, []
-                written, size = self._ticket, self._queued_bytes
-                self._queued_bytes = 0
-                self.sent_bytes += size
             try:
                 rest = self._write(parts, size, deadline)
             except BaseException:
@@ -375,6 +385,16 @@ class Link:
             if rest:
                 self._leave_unwritten(rest)
                 return
+            with self._lock:
+                self._tickets_written = ticket
+                if self._awaiting:
+                    self._changed.notify_all()
+                if not self._queue or self.broken or self.closed:
+                    # In one step with the look at the queue: a frame that came before is seen, and
+                    # who brings one after finds nobody writing.
+                    self._writing = self._overdue = False
+                    return
+                parts, size, ticket = self._take_queue()
 
     def _leave_unwritten(self, rest: list[Bytes]) -> None:
         """Write no more for now. Callers are let go, so nothing may stay in their memory."""
@@ -432,8 +452,10 @@ class Link:
             need = HEADER_SIZE
             if have >= HEADER_SIZE:
                 header = HEADER.unpack_from(self._window, self._start)
-                kind, _, note_length, rows, freed, meta_length, total, *_ = header
-                check_header(kind, rows, freed, note_length, meta_length, total, self._limits)
+                kind, _, note_length, rows, freed, meta_length, total, _, _, _ = header
+                known = ROW * rows + SLOT * freed + note_length + meta_length
+                if not (known <= total <= self._unsuspicious and kind in KINDS):
+                    check_header(kind, rows, freed, note_length, meta_length, total, self._limits)
                 if total > SMALL_FRAME:
                     self._start += HEADER_SIZE
                     head = bytearray(ROW * rows + SLOT * freed + note_length + meta_length)
@@ -467,7 +489,7 @@ class Link:
             rest = bytes(self._window[self._start : self._end])
             self._window[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
-        count = self._read(self._window[self._end :])
+        count = self._read(self._window[self._end :] if self._end else self._window)
         self._end += count
         return count > 0
 
@@ -494,7 +516,10 @@ class Link:
         at = self._start + HEADER_SIZE
         end = at + total
         table: tuple[int, ...] = ()
-        if rows or freed:
+        if rows == 1 and not freed:
+            table = ONE_ROW.unpack_from(window, at)
+            at += ROW
+        elif rows or freed:
             table = struct.unpack_from(f"<{2 * rows + freed}Q", self._window, at)
             at += ROW * rows + SLOT * freed
         carried = self._receive_carried(table, rows) if self._group is not None else _NOTHING
@@ -633,14 +658,14 @@ class Link:
         """Note the acknowledgement; whether the frame is new and to be taken."""
         session = self.session
         try:
-            session.acknowledged(ack)
-            if seq == 0 or not session.accept(seq, size):
+            if not session.admit(seq, ack, size):
                 return False
         except SessionError as error:
             raise CodecError(str(error)) from None
-        frames, bytes_ = session.owes_ack()
-        if frames >= ACK_FRAMES or bytes_ >= ACK_BYTES:
-            self._acknowledge()
+        if size >= LIGHT or not seq % LOOK_EVERY:
+            frames, bytes_ = session.owes_ack()
+            if frames >= ACK_FRAMES or bytes_ >= ACK_BYTES:
+                self._acknowledge()
         return True
 
     # Breaking, resuming, closing.

@@ -44,23 +44,27 @@ class Lookout:
         self._soon = True
         self._asked = 0.0
 
-    def wait(self) -> None:
-        """Before a read that blocks: return when there are bytes, or when it is time to sleep."""
+    def wait(self) -> bool:
+        """Before a read that blocks: return when there are bytes, or when it is time to sleep.
+
+        True if there are bytes; else `came` has to be told of the end of the read.
+        """
         self._asked = now = time.monotonic()
         if not self._soon or now < Lookout._resting_until:
-            return
+            return False
         look, until = self._look, now + LOOK_FOR
         while not look(0):
             os.sched_yield()
             before, now = now, time.monotonic()
             if now > until:
-                return
+                return False
             if now - before > KEPT_AWAY:
                 Lookout._resting_until = now + REST_FOR
-                return
+                return False
+        return True
 
     def came(self) -> None:
-        """After the read."""
+        """After a read that had to wait."""
         self._soon = time.monotonic() - self._asked < LOOK_FOR and _SEVERAL_CORES
 
 

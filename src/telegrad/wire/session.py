@@ -26,7 +26,8 @@ then sees a number that was right a moment ago, which every rule above tolerates
 
     write lock   stamp, keep, acknowledge         _sent, _last_kept, _kept_total,
                                                   _reported, _reported_bytes
-    read role    accept, acknowledged, owes_ack   _seen, _seen_bytes, _dropped_total
+    read role    admit, accept, acknowledged,     _seen, _seen_bytes, _dropped_total
+                 owes_ack
     both         resume, unacknowledged           (no connection is up: both roles are idle)
 
 `_kept` is appended by the writer and popped from the left by the reader only. Both operations of a
@@ -124,6 +125,15 @@ class Session(Generic[Frame]):
             f"frame {seq} arrived after frame {seen}: frames between them are missing. "
             "Close the link; the peer has lost its session or does not speak this protocol."
         )
+
+    def admit(self, seq: int, ack: int, nbytes: int) -> bool:
+        """A frame has arrived, with a number or without: `acknowledged`, then `accept`."""
+        self.acknowledged(ack)
+        if seq == self._seen + 1:
+            self._seen = seq
+            self._seen_bytes += nbytes
+            return True
+        return seq != 0 and self.accept(seq, nbytes)
 
     def acknowledged(self, ack: int) -> None:
         """The peer has everything up to `ack`. An acknowledgement older than the last is no news:

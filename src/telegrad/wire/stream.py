@@ -75,7 +75,7 @@ class PlainStream:
         close_when_collected(self, sock)
 
     def recv_into(self, view: memoryview) -> int:
-        self._lookout.wait()
+        seen = self._lookout.wait()
         try:
             return self._socket.recv_into(view)
         except BlockingIOError:
@@ -84,7 +84,8 @@ class PlainStream:
             self.loss = error
             return 0
         finally:
-            self._lookout.came()
+            if not seen:
+                self._lookout.came()
 
     def set_receive_timeout(self, seconds: float | None) -> None:
         set_receive_timeout(self._socket, seconds)

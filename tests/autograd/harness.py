@@ -25,6 +25,7 @@ from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import WorkerLost
 from telegrad.rpc.results import Later
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.parcel import Parcel
 
 CROSSING = AutogradCrossing()
 
@@ -239,7 +240,7 @@ def _tensors_of(payload: Any, found: list[Tensor]) -> None:
     if isinstance(payload, Tensor):
         if not any(payload is tensor for tensor in found):
             found.append(payload)
-    elif isinstance(payload, tuple):
+    elif isinstance(payload, tuple | list):
         for item in payload:
             _tensors_of(item, found)
 
@@ -247,6 +248,8 @@ def _tensors_of(payload: Any, found: list[Tensor]) -> None:
 def _replaced(payload: Any, arrived: dict[int, Tensor]) -> Any:
     if isinstance(payload, Tensor):
         return arrived[id(payload)]
+    if isinstance(payload, Parcel):
+        return payload._replace(tensors=[arrived[id(tensor)] for tensor in payload.tensors])
     if isinstance(payload, tuple):
         return tuple(_replaced(item, arrived) for item in payload)
     return payload

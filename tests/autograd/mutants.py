@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         "gradients that cross are not recorded with create_graph",
         "service.py",
-        "            scope = context.recording\n",
-        "            scope = None\n",
+        "        return context.recording\n",
+        "        return None\n",
         ("--features", "custom", "--second-order"),
     ),
     Mutant(

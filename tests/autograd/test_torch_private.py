@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
@@ -179,3 +181,14 @@ def test_compiled_autograd_stays_off_when_it_was_switched_off_meanwhile() -> Non
         engine.__enter__()
     engine.__exit__()
     assert torch._C._dynamo.compiled_autograd.set_autograd_compiler(None, False)[0] is None
+
+
+def test_a_process_group_is_seen_as_long_as_it_exists(tmp_path: Path) -> None:
+    assert not torch_private.process_group_exists()
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert torch_private.process_group_exists()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not torch_private.process_group_exists()

@@ -15,7 +15,13 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from telegrad.autograd.context import Context, current_context, refuse_nested, working_in
+from telegrad.autograd.context import (
+    Context,
+    begin_work_in,
+    current_context,
+    end_work,
+    refuse_nested,
+)
 from telegrad.autograd.crossing import AutogradCrossing
 from telegrad.autograd.describe import gather, root_expression
 from telegrad.autograd.errors import AutogradError
@@ -46,19 +52,18 @@ def context() -> AbstractContextManager[int]:
 class _Within(AbstractContextManager[int]):
     """Makes a context and works in it, until the block ends."""
 
-    __slots__ = ("_inside", "_made", "_service")
+    __slots__ = ("_made", "_outside", "_service")
 
     def __enter__(self) -> int:
         refuse_nested()
         self._service = autograd_of()
         self._made = self._service.new_context()
-        self._inside = working_in(self._made)
-        self._inside.__enter__()
+        self._outside = begin_work_in(self._made)
         return self._made.id
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._inside.__exit__()
+            end_work(self._outside)
         finally:
             self._service.release(self._made.id)
 
@@ -81,7 +86,7 @@ def backward(
     if is_dynamo_compiling():
         _traced().backward(context_id, roots, retain_graph, create_graph, mode, timeout)
         return
-    options = Options(bool(retain_graph), bool(create_graph), _mode(mode))
+    options = Options.of(retain_graph, create_graph, _mode(mode))
     _check_arguments(context_id, roots)
     service = autograd_of()
     found = service.container.get(context_id)

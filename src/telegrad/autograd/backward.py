@@ -68,33 +68,18 @@ class Post(NamedTuple):
 class Part:
     """One worker's part in one pass. Methods take events and return what is to be sent."""
 
-    __slots__ = (
-        "_absent",
-        "_history",
-        "_initiator",
-        "_overtaken",
-        "_parent",
-        "_root",
-        "_told",
-        "_unacknowledged",
-        "_worker",
-        "complete",
-        "failure",
-        "options",
-        "probing",
-    )
+    failure: Failure | None = None
+    complete = False
+    probing = False
+    _parent: int | None = None
+    _unacknowledged = 0
+    _overtaken: frozenset[int] = frozenset()
 
     def __init__(self, worker: int, initiator: int, options: Options, history: History) -> None:
         self.options = options
-        self.failure: Failure | None = None
-        self.complete = False
-        self.probing = False
         self._history = history
         self._initiator = worker == initiator
-        self._parent: int | None = None
-        self._unacknowledged = 0
         self._told = {worker, initiator}
-        self._overtaken: set[int] = set()
         self._worker = worker
         self._root = initiator
         self._absent: dict[int, list[int]] = {}
@@ -113,7 +98,7 @@ class Part:
         if self.failure is not None:
             return []
         if sender in self._overtaken:
-            self._overtaken.discard(sender)
+            self._overtaken -= {sender}
             return []
         if self._initiator or self._parent is not None:
             return [Post(sender, Ack())]
@@ -128,7 +113,7 @@ class Part:
             return
         self._parent = sender
         self._told.add(sender)
-        self._overtaken.add(sender)
+        self._overtaken |= {sender}
 
     def begin(self, sender: int, partners: Iterable[int]) -> list[Post]:
         """A `Begin` came. In a FAST pass it is a probe, and is passed on."""
@@ -233,7 +218,7 @@ _STRIDED = torch.strided
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
-def _fit(
+def fit(
     record: SendRecord | EnclosedSend, sender: int, gradients: Sequence[Tensor | None] | None
 ) -> bool:
     """Nearly always true, and quick to tell; what is wrong otherwise, `check_gradients` finds."""
@@ -252,8 +237,6 @@ def check_gradients(
     record: SendRecord | EnclosedSend, sender: int, gradients: Sequence[Tensor | None] | None
 ) -> None:
     """Refuse gradients (None: their absence) that do not belong to the tensors that were sent."""
-    if _fit(record, sender, gradients):
-        return
     name = f"The gradients of message {record.message}, sent to worker {record.peer},"
     if sender != record.peer:
         raise BadGradient(f"{name} came from worker {sender}, which never had it.")

@@ -59,15 +59,12 @@ class Container:
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._newest = (worker << WORKER_SHIFT) + first - 1
+        self.max_id = (worker << WORKER_SHIFT) + COUNTER_MASK
+        """The last context id that this worker can issue."""
         self._live: set[int] = set()
         self._releases = itertools.count(1)
         self._census: dict[int, Census] = {}
         self._lost: frozenset[int] = frozenset()
-
-    @property
-    def max_id(self) -> int:
-        """The last context id that this worker can issue."""
-        return (self.worker << WORKER_SHIFT) + COUNTER_MASK
 
     def new(self) -> Context:
         """A fresh context of which this worker is the origin."""
@@ -82,7 +79,7 @@ class Container:
         return context
 
     def get(self, context_id: int) -> Context:
-        context = self.find(context_id)
+        context = self._contexts.get(context_id)
         if context is None:
             raise UnknownContext(context_id)
         return context

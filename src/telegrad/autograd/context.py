@@ -44,7 +44,7 @@ class SendRecord(NamedTuple):
     message: int
     peer: int
     token: torch.Tensor
-    shapes: tuple[tuple[torch.Size, torch.dtype], ...]
+    shapes: Sequence[tuple[torch.Size, torch.dtype]]
 
     @property
     def node(self) -> Node:
@@ -63,10 +63,10 @@ class RecvRecord(NamedTuple):
 
     message: int
     peer: int
-    nodes: tuple[Node, ...]
+    nodes: Sequence[Node]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Scope:
     """A context together with the grad mode of the code that speaks for it.
 
@@ -148,11 +148,13 @@ class Context:
             begun = self.passes.begun()
             return [p for p in begun if p not in set(begun_at_sender)] if begun else []
 
-    def snapshot(self, pass_id: int) -> tuple[list[SendRecord | EnclosedSend], list[RecvRecord]]:
+    def snapshot(
+        self, pass_id: int
+    ) -> tuple[dict[int, SendRecord | EnclosedSend], dict[int, RecvRecord]]:
         """Begin a pass here: all that is recorded until now takes part in it."""
         with self.lock:
             self.passes.begin(pass_id)
-            return list(self.sends.values()), list(self.recvs.values())
+            return self.sends.copy(), self.recvs.copy()
 
     def keep(self, pass_id: int, gradients: Gradients) -> None:
         """Hold what a pass found here; it counts unless the pass fails elsewhere."""
@@ -167,8 +169,9 @@ class Context:
     def commit(self, is_over: Callable[[int], bool]) -> None:
         """Add up what passes found that can no longer fail."""
         with self.lock:
-            for pass_id in [p for p in self._uncommitted if is_over(p)]:
-                self._uncommitted.pop(pass_id).add_to(self._gradients)
+            for pass_id in list(self._uncommitted):
+                if is_over(pass_id):
+                    self._uncommitted.pop(pass_id).add_to(self._gradients)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients of the leaves on this worker, over all passes of this context."""
@@ -203,6 +206,11 @@ def current_scope() -> Scope | None:
     if context is None:
         return None
     return context.recording if torch.is_grad_enabled() else context.silent
+
+
+begin_work_in = _current.set
+"""Make a context current; gives what `end_work` wants."""
+end_work = _current.reset
 
 
 class working_in:

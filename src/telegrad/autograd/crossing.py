@@ -11,7 +11,8 @@ leaves and one *recv* on the worker it reaches, with the same message id.
   equal, so "did these tensors come together?" can still be asked of the graph.
 * An arriving tensor travels to its node inside a list. As an argument it would come out as a view
   of itself, and the user could not change it in place.
-* A recv runs before all else that is ready: its gradient leaves while local work goes on.
+* Where the engine runs for long, a recv runs before all else that is ready: its gradient leaves
+  while local work goes on.
 
 Beside the tensors travels a short *note*: context id, message id, which tensors need gradient,
 and which passes had begun at the sender. Those passes do not wait for this message; any other pass
@@ -85,7 +86,6 @@ class Send(torch.autograd.Function):
     def forward(ctx: Any, message: int, peer: int, *tensors: Tensor) -> Tensor:
         ctx.message = message
         ctx.peer = peer
-        ctx.set_materialize_grads(False)
         return _TOKEN.detach()
 
     @staticmethod
@@ -136,11 +136,11 @@ def make_recv(message: int, index: int, peer: int, tensor: Tensor) -> tuple[Tens
     received = _recv(_ANCHOR, message, index, peer, [tensor])
     node = received.grad_fn
     assert node is not None
-    torch_private.set_sequence_number(node, torch_private.FIRST)
     return received, node
 
 
 _NOTE_HEAD = struct.Struct("<QQHH")
+_NOTE_OF_ONE = struct.Struct("<QQHHI")
 
 
 class Note(NamedTuple):
@@ -157,15 +157,7 @@ class Note(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Note:
-        try:
-            context, message, begun_count, recording = _NOTE_HEAD.unpack_from(data)
-            rest = len(data) - _NOTE_HEAD.size - 8 * begun_count
-            numbers = struct.unpack_from(f"<{begun_count}Q{rest // 4}I", data, _NOTE_HEAD.size)
-        except struct.error as error:
-            raise AutogradError(
-                f"An autograd note of {len(data)} bytes cannot be read: {error}."
-            ) from error
-        return cls(context, message, numbers[begun_count:], numbers[:begun_count], bool(recording))
+        return cls(*unpack_note(data))
 
 
 def pack_note(
@@ -176,10 +168,25 @@ def pack_note(
     recording: bool = True,
 ) -> bytes:
     """A note as it travels. Every call makes one, so it need not become a `Note` first."""
+    if len(indices) == 1 and not begun:
+        return _NOTE_OF_ONE.pack(context, message, 0, recording, indices[0])
     head = _NOTE_HEAD.pack(context, message, len(begun), recording)
     if not message:
         return head
     return head + struct.pack(f"<{len(begun)}Q{len(indices)}I", *begun, *indices)
+
+
+def unpack_note(data: bytes) -> tuple[int, int, tuple[int, ...], tuple[int, ...], bool]:
+    """The fields of a `Note`."""
+    try:
+        context, message, begun, recording = _NOTE_HEAD.unpack_from(data)
+        rest = len(data) - _NOTE_HEAD.size - 8 * begun
+        numbers = struct.unpack_from(f"<{begun}Q{rest // 4}I", data, _NOTE_HEAD.size)
+    except struct.error as error:
+        raise AutogradError(
+            f"An autograd note of {len(data)} bytes cannot be read: {error}."
+        ) from error
+    return context, message, numbers[begun:], numbers[:begun], bool(recording)
 
 
 class Records(Protocol):
@@ -209,12 +216,17 @@ class AutogradCrossing:
             return b""
         if not scope.recording:
             return pack_note(context.id, recording=False)
-        indices = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        indices: list[int] = []
+        sent: list[Tensor] = []
+        shapes: list[tuple[torch.Size, torch.dtype]] = []
+        for index, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                indices.append(index)
+                sent.append(tensor)
+                shapes.append((tensor.shape, tensor.dtype))
         if not indices:
             return pack_note(context.id)
         message = service_of(node).next_message()
-        sent = [tensors[i] for i in indices]
-        shapes = tuple([(tensor.shape, tensor.dtype) for tensor in sent])
         record: SendRecord | EnclosedSend
         if scope.enclosed is None:
             record = SendRecord(message, to, _send(message, to, *sent), shapes)
@@ -229,35 +241,34 @@ class AutogradCrossing:
         """Record a recv if the note names one; the tensors as the user sees them."""
         if not note:
             return tensors, None
-        read = Note.unpack(note)
+        context_id, message, indices, begun, recording = unpack_note(note)
         service = service_of(node)
-        context = service.container.join(read.context, sender)
+        context = service.container.join(context_id, sender)
         if context is None:
             return tensors, None
-        if read.message:
-            tensors = self._receive(service, context, sender, read, tensors)
-        return tensors, context.recording if read.recording else context.silent
-
-    def _receive(
-        self, service: Records, context: Context, sender: int, note: Note, tensors: list[Tensor]
-    ) -> list[Tensor]:
-        if max(note.indices) >= len(tensors):
-            raise AutogradError(
-                f"Message {note.message} from worker {sender} says that its tensor "
-                f"{max(note.indices)} needs gradient, but carries {len(tensors)} tensors."
-            )
-        tensors = list(tensors)
-        nodes: list[Node] = []
-        for place, index in enumerate(note.indices):
-            tensor, node = make_recv(note.message, place, sender, tensors[index])
-            tensors[index] = tensor
-            nodes.append(node)
-        record = RecvRecord(note.message, sender, tuple(nodes))
-        missed = context.add_recv(record, note.begun)
-        if missed:
-            service.missed(context, missed, record)
-        return tensors
+        if message:
+            record, tensors = _receive(sender, message, indices, tensors)
+            missed = context.add_recv(record, begun)
+            if missed:
+                service.missed(context, missed, record)
+        return tensors, context.recording if recording else context.silent
 
     def enter(self, node: Any, scope: Scope) -> speaking_for:
         """While a handler runs for `scope`: its context is current, with the caller's grad mode."""
         return speaking_for(scope)
+
+
+def _receive(
+    sender: int, message: int, indices: tuple[int, ...], tensors: list[Tensor]
+) -> tuple[RecvRecord, list[Tensor]]:
+    if not indices or max(indices) >= len(tensors):
+        raise AutogradError(
+            f"Message {message} from worker {sender} says that its tensor "
+            f"{max(indices, default=None)} needs gradient, but carries {len(tensors)} tensors."
+        )
+    tensors = tensors.copy()
+    nodes: list[Node] = []
+    for place, index in enumerate(indices):
+        tensors[index], node = make_recv(message, place, sender, tensors[index])
+        nodes.append(node)
+    return RecvRecord(message, sender, nodes), tensors

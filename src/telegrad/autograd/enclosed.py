@@ -24,7 +24,7 @@ count as made by one node, which only delays what is said about them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class EnclosedSend:
 
     message: int
     peer: int
-    shapes: tuple[tuple[torch.Size, torch.dtype], ...]
+    shapes: Sequence[tuple[torch.Size, torch.dtype]]
     node: None = None
 
     @property

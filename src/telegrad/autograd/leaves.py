@@ -26,7 +26,6 @@ from telegrad.autograd import torch_private
 grad_slots = threading.RLock()
 """Held by whoever puts something into `.grad` for a moment: passes here, steps of optimizers."""
 _STRIDED = torch.strided
-_HAS_PROCESS_GROUPS = torch.distributed.is_available()
 
 
 def add(a: Tensor | None, b: Tensor) -> Tensor:
@@ -97,17 +96,19 @@ class Gradients:
     def settle(self, create_graph: bool) -> None:
         """The pass has found all there is: make the sums its own, run what hangs on leaves."""
         by_node = self._by_node
+        if not by_node:
+            return
         if not create_graph:
-            gradients = list(by_node.values())
-            shared = _held_twice(gradients)
-            for node, gradient in zip(by_node, gradients, strict=True):
-                by_node[node] = own(gradient, shared)
+            shared = _held_twice(by_node.values()) if len(by_node) > 1 else ()
+            for node in by_node:
+                by_node[node] = own(by_node[node], shared)
         accumulators = accumulating_for_real(by_node)
         if accumulators:
             nodes = {node.variable: node for node in accumulators}
             sums = {leaf: by_node.pop(node) for leaf, node in nodes.items()}
             self._found = list(_accumulate(nodes, sums, create_graph).items())
-        self._found += self._leaves()
+        for node, gradient in by_node.items():
+            self._found.append((node.variable, gradient))
         self._by_node = {}
 
     def _leaves(self) -> list[tuple[Tensor, Tensor]]:
@@ -116,7 +117,7 @@ class Gradients:
 
 def accumulating_for_real(accumulators: Collection[Any]) -> list[Any]:
     """Those on which something hangs that must see a real accumulation."""
-    if _HAS_PROCESS_GROUPS and torch.distributed.is_initialized():
+    if torch_private.process_group_exists():
         return list(accumulators)
     return torch_private.hooked_accumulators(accumulators)
 

@@ -50,6 +50,7 @@ from telegrad.autograd.plan import (
     State,
     form_groups,
     make_stages,
+    run_first,
 )
 
 # In anomaly mode torch reports every exception of a node; a suspension is not an error.
@@ -98,6 +99,7 @@ class Run:
         "_recv_counts",
         "_retain",
         "_stirred",
+        "brief",
         "gradients",
         "sources",
     )
@@ -112,7 +114,7 @@ class Run:
         create_graph: bool = False,
         enclosures: Sequence[Enclosure] = (),
     ) -> None:
-        self.sources = {source.message: source for source in sources}
+        self.sources: dict[int, Source] = {}
         self.gradients = Gradients()
         self._outlet = outlet
         self._recv_counts = recv_counts
@@ -124,12 +126,18 @@ class Run:
             torch_private.keep_compiled_nodes_usable(self._nodes)
         if torch_private.hooks_of_compiled_modules.ever:
             torch_private.hooks_of_compiled_modules.prepare(self._nodes)
+        self.brief = len(self._nodes) <= _BRIEF and not self._enclosing
+        """The engine is done so soon that nothing is gained by sending from inside it."""
         self._open = len(self._groups)
         self._stirred: dict[Group, None] = {}
         for source in sources:
+            self.sources[source.message] = source
             if source.state is State.GRADIENT:
                 assert source.group is not None
                 self._stirred[source.group] = None
+        if not self.brief:
+            for group in self._groups:
+                run_first(group.recvs)
         self._current: Group | None = None
         self._fired: dict[int, dict[int, Tensor | None]] = {}
         self._answered: set[int] = set()
@@ -141,11 +149,6 @@ class Run:
     @property
     def finished(self) -> bool:
         return self._closed or not self._open
-
-    @property
-    def brief(self) -> bool:
-        """The engine is done so soon that nothing is gained by sending from inside it."""
-        return len(self._nodes) <= _BRIEF and not self._enclosing
 
     def resolve(self, message: int, gradients: Sequence[Tensor | None] | None) -> None:
         """Take note of what came for a source. Never runs the engine."""
@@ -199,7 +202,7 @@ class Run:
                 self._drop_stages(group)
             group.sources, group.leaves, group.recvs = [], {}, []
         for source in self.sources.values():
-            source.group = source.node = None
+            source.group = source.record = None
             source.edges, source.gradients = (), ()
         self._groups, self._nodes, self._current, self._stirred = [], {}, None, {}
         self._fired, self._captured = {}, []
@@ -280,7 +283,10 @@ class Run:
     def _answer_unreached(self) -> None:
         if not self._recv_counts:
             return
-        reached = {(r.message, r.index) for group in self._groups for r in group.recvs}
+        reached = set()
+        for group in self._groups:
+            for recv in group.recvs:
+                reached.add((recv.message, recv.index))
         for message, count in self._recv_counts.items():
             for index in range(count):
                 if (message, index) not in reached:
@@ -337,7 +343,7 @@ class Run:
 
     def _held_leaves(self, group: Group) -> set[Any]:
         """Leaves whose hooks run when the sum is accumulated for real, and must not run before."""
-        hooked = torch_private.hooked_leaves(group.leaves)
+        hooked = torch_private.hooked_leaves(group.leaves) if group.leaves else ()
         return set(accumulating_for_real(hooked)) if hooked else set()
 
     def _run_whole(self, group: Group) -> None:
@@ -345,37 +351,28 @@ class Run:
         roots: list[tuple[Edge, Tensor]] = []
         sums: list[tuple[Any, Tensor]] = []
         for source in group.sources:
-            for edge, gradient in source.weighted_edges():
-                node = edge[0]
-                if type(node) is LeafNode and not torch_private.tensor_hooks(node.variable):
-                    sums.append((node, gradient))
-                else:
-                    roots.append((edge, gradient))
+            if source.state is State.GRADIENT:
+                for edge, gradient in zip(source.edges, source.gradients, strict=True):
+                    node = edge[0]
+                    if gradient is None or node is None:
+                        continue
+                    if type(node) is LeafNode and not torch_private.tensor_hooks(node.variable):
+                        sums.append((node, gradient))
+                    else:
+                        roots.append((edge, gradient))
         leaves = list(group.leaves)
-        if self.brief and not torch_private.node_hooks.ever:
-            self._run_brief(group, roots, leaves, sums)
-            return
-        self._deliver(leaves, self._call(roots, leaves, group) if roots else (), sums)
-        self._finish(group)
-
-    def _run_brief(
-        self,
-        group: Group,
-        roots: list[tuple[Edge, Tensor]],
-        leaves: list[Any],
-        sums: list[tuple[Any, Tensor]],
-    ) -> None:
-        """Nothing leaves before the end: the engine stops at the recvs, and no Python runs in it.
-
-        Hooks on the nodes of recvs would not run either: where there are any, this is not the way.
-        """
+        # Where the engine stops at a recv, hooks on the recv's node do not run.
+        stops = self.brief and not torch_private.node_hooks.ever
         results: Sequence[Tensor | None] = ()
-        if roots and (leaves or group.recvs):
+        if roots and stops and (leaves or group.recvs):
             results = self._enter_engine(roots, [*leaves, *group.recvs])
+        elif roots and not stops:
+            results = self._call(roots, leaves, group)
         self._deliver(leaves, results, sums)
-        for recv, gradient in zip(group.recvs, results[len(leaves) :], strict=False):
-            if gradient is not None:
-                self.fire(recv.message, recv.index, gradient)
+        if stops:
+            for recv, gradient in zip(group.recvs, results[len(leaves) :], strict=False):
+                if gradient is not None:
+                    self.fire(recv.message, recv.index, gradient)
         self._finish(group)
 
     def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:

@@ -1,14 +1,14 @@
 """What workers say to each other in a pass, and its form on the wire.
 
-On the wire a message is a tuple: bytes with all the numbers, then the tensors or texts. The codec
-has few objects to look at that way.
+On the wire a message is a parcel: bytes with all the numbers and texts, and the tensors. Nearly
+every message has the gradient of one tensor.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from struct import Struct, pack, unpack_from
 from struct import error as StructError
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, strided
 
 from telegrad.autograd.errors import AutogradError
+from telegrad.wire.parcel import Parcel
 
 
 class Mode(Enum):
@@ -35,9 +36,16 @@ class Options:
     retain_graph: bool = False
     create_graph: bool = False
     mode: Mode = Mode.SMART
+    bits: int = field(init=False, repr=False, compare=False)
 
-    def to_bits(self) -> int:
-        return self.retain_graph | self.create_graph << 1 | (self.mode is Mode.FAST) << 2
+    def __post_init__(self) -> None:
+        bits = self.retain_graph | self.create_graph << 1 | (self.mode is Mode.FAST) << 2
+        object.__setattr__(self, "bits", bits)
+
+    @classmethod
+    def of(cls, retain_graph: object, create_graph: object, mode: Mode) -> Options:
+        """The same object for the same options."""
+        return _OPTIONS[bool(retain_graph) | bool(create_graph) << 1 | (mode is Mode.FAST) << 2]
 
 
 _OPTIONS = tuple(
@@ -115,72 +123,99 @@ class Fail:
 Message = Begin | Gradient | Absent | Ack | Fail
 
 
+TOPIC = "autograd.pass"
+
 _BEGIN, _GRADIENT, _ABSENT, _ACK, _FAIL = range(5)
 _ENGAGES, _ACKNOWLEDGES = 8, 16
 _HEAD = Struct("<BBHHQQQQ")
-
-
+_NONE = 0xFFFF
+"""Stands for an absent gradient where tensors are numbered."""
+_MOST = _NONE
 _SMALL = 4096
 
 
 def _compact(gradient: Tensor) -> Tensor:
     """Small gradients leave faster with their elements in a row, which those of `sum` are not."""
-    if gradient.layout is not strided or gradient.is_contiguous() or gradient.numel() > _SMALL:
+    if gradient.is_contiguous() or gradient.layout is not strided or gradient.numel() > _SMALL:
         return gradient
     return gradient.contiguous()
 
 
-def encode(context_id: int, pass_id: int, message: Message) -> tuple[Any, ...]:
+def encode(context_id: int, pass_id: int, message: Message) -> Parcel:
+    if type(message) is Gradient:
+        return _encode_gradient(context_id, pass_id, message)
     kind = bits = over = number = 0
     numbers: tuple[int, ...] = ()
-    absent = b""
-    rest: tuple[Any, ...] = ()
+    texts = b""
     match message:
-        case Gradient(options, history, engages, number, gradients, acknowledges):
-            kind, over, numbers = _GRADIENT, history.over_below, history.failed
-            bits = options.to_bits() | _ENGAGES * engages | _ACKNOWLEDGES * acknowledges
-            absent = bytes([g is None for g in gradients])
-            rest = tuple([g for g in gradients if g is not None])
-            if not options.create_graph:
-                rest = tuple([_compact(g) for g in rest])
         case Ack():
             kind = _ACK
         case Begin(options, history):
             kind, over, numbers = _BEGIN, history.over_below, history.failed
-            bits = options.to_bits()
+            bits = options.bits
         case Absent(messages):
             kind, numbers = _ABSENT, messages
         case Fail(failure):
             kind, number = _FAIL, failure.worker
-            rest = (failure.worker_name, failure.message, failure.traceback)
-    head = _HEAD.pack(kind, bits, len(numbers), len(absent), context_id, pass_id, over, number)
-    if numbers:
-        head += pack(f"<{len(numbers)}Q", *numbers)
-    return (head + absent, *rest)
+            texts = _write_texts(failure.worker_name, failure.message, failure.traceback)
+    head = _HEAD.pack(kind, bits, len(numbers), 0, context_id, pass_id, over, number)
+    return Parcel(TOPIC, head + pack(f"<{len(numbers)}Q", *numbers) + texts, ())
 
 
-def decode(payload: tuple[Any, ...]) -> tuple[int, int, Message]:
+def _encode_gradient(context_id: int, pass_id: int, message: Gradient) -> Parcel:
+    options, (over, failed), engages, number, gradients, acknowledges = message
+    bits = options.bits
+    if engages:
+        bits |= _ENGAGES
+    if acknowledges:
+        bits |= _ACKNOWLEDGES
+    count = len(gradients)
+    head = _HEAD.pack(_GRADIENT, bits, len(failed), count, context_id, pass_id, over, number)
+    if failed:
+        head += pack(f"<{len(failed)}Q", *failed)
+    tensors: list[Tensor] = []
+    if count == 1 and gradients[0] is not None:
+        tensors.append(gradients[0])
+    else:
+        places, tensors = _numbered(gradients, number)
+        head += pack(f"<{count}H", *places)
+    if not options.create_graph:
+        for place, tensor in enumerate(tensors):
+            tensors[place] = _compact(tensor)
+    return Parcel(TOPIC, head, tensors)
+
+
+def _numbered(gradients: Sequence[Tensor | None], message: int) -> tuple[list[int], list[Tensor]]:
+    """The tensors, each once, and for each place which of them it has."""
+    tensors = list({id(g): g for g in gradients if g is not None}.values())
+    if len(gradients) > _MOST:
+        raise AutogradError(
+            f"Message {message} has {len(gradients)} tensors that need gradient; more than "
+            f"{_MOST} cannot be sent in one message. Send them in several calls."
+        )
+    number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
+    return [_NONE if g is None else number_of[id(g)] for g in gradients], tensors
+
+
+def decode(parcel: Any) -> tuple[int, int, Message]:
     """Context id, pass id and message."""
-    head, *rest = payload
+    if type(parcel) is not Parcel:
+        raise AutogradError("A message of a pass cannot be read: it is not in the form of one.")
+    data = parcel.data
     try:
-        kind, bits, count, width, context_id, pass_id, over, number = _HEAD.unpack_from(head)
-        numbers = unpack_from(f"<{count}Q", head, _HEAD.size) if count else ()
-    except (StructError, TypeError) as problem:
+        kind, bits, count, width, context_id, pass_id, over, number = _HEAD.unpack_from(data)
+        numbers = unpack_from(f"<{count}Q", data, _HEAD.size) if count else ()
+    except StructError as problem:
         raise AutogradError(f"A message of a pass cannot be read: {problem}.") from problem
     message: Message
     if kind == _GRADIENT:
-        absent = head[_HEAD.size + 8 * count :]
-        if len(absent) != width or len(rest) != absent.count(0):
-            raise AutogradError(
-                f"A message announces {width} gradients for message {number}, and brings "
-                f"{len(rest)} for {absent.count(0)} places."
-            )
-        if len(rest) < width:
-            present = iter(rest)
-            rest = [None if gone else next(present) for gone in absent]
+        at = _HEAD.size + 8 * count
+        gradients: Sequence[Tensor | None] = parcel.tensors
+        if not (width == len(gradients) == 1 and len(data) == at):
+            gradients = _placed(parcel, width, at, number)
         history = History(over, numbers) if over else NO_HISTORY
         engages, acknowledges = bits & _ENGAGES != 0, bits & _ACKNOWLEDGES != 0
-        message = Gradient(_OPTIONS[bits & 7], history, engages, number, rest, acknowledges)
+        message = Gradient(_OPTIONS[bits & 7], history, engages, number, gradients, acknowledges)
     elif kind == _ACK:
         message = Ack()
     elif kind == _BEGIN:
@@ -188,22 +223,46 @@ def decode(payload: tuple[Any, ...]) -> tuple[int, int, Message]:
     elif kind == _ABSENT:
         message = Absent(numbers)
     elif kind == _FAIL:
-        message = Fail(_read_failure(number, rest))
+        message = Fail(_read_failure(number, data[_HEAD.size + 8 * count :]))
     else:
         raise AutogradError(f"A message of the unknown kind {kind} came for pass {pass_id}.")
     return context_id, pass_id, message
 
 
-def _read_failure(worker: int, texts: list[Any]) -> Failure:
-    match texts:
-        case [str(name), str(message), str(trace)]:
-            return Failure(worker, name, message, trace)
+def _placed(parcel: Parcel, width: int, at: int, number: int) -> list[Tensor | None]:
+    """The gradients of several tensors: some may be absent, or the same."""
+    tensors = parcel.tensors
+    if len(parcel.data) == at + 2 * width:
+        places = unpack_from(f"<{width}H", parcel.data, at)
+        if {*range(len(tensors))} == {*places} - {_NONE}:
+            return [None if place == _NONE else tensors[place] for place in places]
+    raise AutogradError(
+        f"A message announces {width} gradients for message {number}, and brings {len(tensors)} "
+        "tensors that do not fill their places."
+    )
+
+
+_LENGTHS = Struct("<3I")
+
+
+def _write_texts(*texts: str) -> bytes:
+    parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+    return b"".join((_LENGTHS.pack(*map(len, parts)), *parts))
+
+
+def _read_failure(worker: int, data: bytes) -> Failure:
+    if len(data) >= _LENGTHS.size:
+        name, message, trace = _LENGTHS.unpack_from(data)
+        if _LENGTHS.size + name + message + trace == len(data):
+            raw = data[_LENGTHS.size :]
+            parts = raw[:name], raw[name : name + message], raw[name + message :]
+            return Failure(worker, *[str(part, "utf-8", "replace") for part in parts])
     raise AutogradError("A message says that a pass failed, but not how.")
 
 
 _MESSAGE_KINDS = ("begin", "gradient", "absent", "ack", "fail")
 
 
-def kind_of(payload: tuple[Any, ...]) -> str:
-    """What a payload is, for those who only count or show messages."""
-    return _MESSAGE_KINDS[payload[0][0]]
+def kind_of(parcel: Parcel) -> str:
+    """What a message is, for those who only count or show messages."""
+    return _MESSAGE_KINDS[parcel.data[0]]

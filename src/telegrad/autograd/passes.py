@@ -50,7 +50,8 @@ class Passes:
         if bound <= self._bounds.get(initiator, 0):
             return False
         self._bounds[initiator] = bound
-        self._begun = tuple(p for p in self._begun if p >> 48 != initiator or p >= bound)
+        if self._begun:
+            self._begun = tuple([p for p in self._begun if p >> 48 != initiator or p >= bound])
         return True
 
     def next_own(self, worker: int) -> int:

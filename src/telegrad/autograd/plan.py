@@ -30,8 +30,9 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from telegrad.autograd import torch_private
+from telegrad.autograd.context import SendRecord
 from telegrad.autograd.crossing import RecvNode, engine_thread
-from telegrad.autograd.enclosed import Enclosure
+from telegrad.autograd.enclosed import EnclosedSend, Enclosure
 from telegrad.autograd.errors import AutogradError
 
 Edge = tuple[Any, int]
@@ -59,12 +60,16 @@ class Source:
 
     message: int
     edges: Sequence[Edge]
-    node: Node | None = None
-    peer: int | None = None
+    record: SendRecord | EnclosedSend | None = None
     state: State = State.PENDING
     gradients: Sequence[Tensor | None] = ()
     bit: int = 0
     group: Group | None = None
+
+    @property
+    def node(self) -> Node | None:
+        """The node of a send. Roots have none, nor have sends from inside of a node."""
+        return None if self.record is None else self.record.node
 
     def weighted_edges(self) -> list[tuple[Edge, Tensor]]:
         """Where the gradients of this source enter the graph."""
@@ -195,6 +200,7 @@ def make_stages(group: Group, enclosing: Mapping[Any, Enclosure] | None = None) 
         if masks[node] != last and (cut := _cut(edges, masks, masks[node], group.leaves))
     }
     levels = frozenset(mask for node, mask in masks.items() if node not in group.leaves)
+    run_first(group.recvs)
     _lift_above_sends(len(group.sources) + len(nodes), children)
     stages = Stages(masks, levels, cuts, nodes, hooked, _make_gate(group))
     group.stages = stages
@@ -263,6 +269,12 @@ def _cut(
         for place, (node, index) in enumerate(edges)
         if node is not None and (masks[node] != mask or node in leaves)
     ]
+
+
+def run_first(recvs: Sequence[Any]) -> None:
+    """Have the engine run these before all else that is ready: their gradients leave meanwhile."""
+    for recv in recvs:
+        torch_private.set_sequence_number(recv, torch_private.FIRST)
 
 
 def _lift_above_sends(count: int, nodes: dict[Any, Sequence[Edge]]) -> None:

@@ -18,16 +18,24 @@ from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.describe import DESCRIBE, Part, part_of
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.events import Abandon, Asked, Lost, Missed
+from telegrad.autograd.initiator import Initiator
 from telegrad.autograd.local import Run
-from telegrad.autograd.messages import Begin, Gradient, History, Message, Options, decode, encode
+from telegrad.autograd.messages import (
+    TOPIC,
+    Begin,
+    Gradient,
+    History,
+    Message,
+    Options,
+    decode,
+    encode,
+)
 from telegrad.autograd.participant import Participant
 from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
 from telegrad.autograd.releases import Releases
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.references import ReferenceId
 
-TOPIC_PASS = "autograd.pass"
-ENGAGE = "autograd.pass.engage"
 TOPIC_RELEASE = "autograd.release"
 TOPIC_HOLDER = "autograd.holder"
 STALL_TIME = 5.0
@@ -43,10 +51,10 @@ class Autograd:
         self.stall_time = STALL_TIME
         first: int = (node.info.id << WORKER_SHIFT) + 1
         self.next_message = itertools.count(first).__next__
-        node.on_post(TOPIC_PASS, self._on_pass_message)
+        node.on_post(TOPIC, self._on_pass_message)
         node.on_post(TOPIC_RELEASE, self._on_release)
         node.on_post(TOPIC_HOLDER, self._on_holder)
-        node.on_operation(ENGAGE, self._on_engage)
+        node.on_operation(TOPIC, self._on_engage)
         node.on_operation(BACKWARD, self._on_backward)
         node.on_operation(DESCRIBE, self._on_describe)
         node.on_lost(self._on_lost)
@@ -123,33 +131,31 @@ class Autograd:
         timeout: float | None = None,
     ) -> None:
         """Initiate a pass and see it through."""
-        with context.lock:
-            pass_id = context.passes.next_own(self.node.info.id)
-            participant = Participant(self, context, pass_id, initiator=True)
-            context.participants[pass_id] = participant
-            history = context.passes.own_history()
+        initiator, history = self._initiate(context)
         failed = True
         try:
-            participant.lead(roots, options, history, timeout)
+            initiator.lead(roots, options, history, timeout)
             failed = False
         finally:
-            self.pass_over(context, pass_id, failed)
+            self.pass_over(context, initiator.pass_id, failed)
+
+    def _initiate(self, context: Context) -> tuple[Initiator, History]:
+        with context.lock:
+            pass_id = context.passes.next_own(self.node.info.id)
+            initiator = context.participants[pass_id] = Initiator(self, context, pass_id)
+            return initiator, context.passes.own_history()
 
     def open_pass(
         self, context: Context, options: Options, timeout: float | None = None
     ) -> OpenPass:
         """Initiate a pass whose local part the caller does: that of the calls in enclosures."""
-        with context.lock:
-            pass_id = context.passes.next_own(self.node.info.id)
-            participant = Participant(self, context, pass_id, initiator=True)
-            context.participants[pass_id] = participant
-            history = context.passes.own_history()
-        opened = OpenPass(self, participant)
+        initiator, history = self._initiate(context)
+        opened = OpenPass(self, initiator)
         with opened.failing():
             with torch.enable_grad():
                 anchors = [enclosure.anchor for enclosure in context.enclosures]
                 root = torch.stack([torch.zeros((), requires_grad=True), *anchors]).sum()
-            opened.run = participant.open([root], options, history, timeout)
+            opened.run = initiator.open([root], options, history, timeout)
         engine_thread.running = opened.run
         return opened
 
@@ -177,8 +183,10 @@ class Autograd:
         with context.lock:
             if not context.passes.over_below(bound):
                 return
-            over = [p for p in context.participants if context.passes.is_over(p)]
-            gone = [context.participants.pop(p) for p in over]
+            gone: list[Participant] = []
+            for pass_id in list(context.participants):
+                if context.passes.is_over(pass_id):
+                    gone.append(context.participants.pop(pass_id))
         for pass_id in failed:
             context.discard(pass_id)
         for participant in gone:
@@ -193,13 +201,13 @@ class Autograd:
             if participant is not None:
                 participant.deliver(record.peer, Missed(record))
 
-    def _on_pass_message(self, sender: int, payload: tuple[Any, ...]) -> None:
+    def _on_pass_message(self, sender: int, payload: Any) -> None:
         context_id, pass_id, message = decode(payload)
         participant = self._participant(context_id, pass_id, sender)
         if participant is not None:
             participant.deliver(sender, message)
 
-    def _on_engage(self, sender: int, payload: tuple[Any, ...]) -> Any:
+    def _on_engage(self, sender: int, payload: Any) -> Any:
         """The initiator of a pass waits for what this worker has to say at its end."""
         context_id, pass_id, message = decode(payload)
         participant = self._participant(context_id, pass_id, sender)
@@ -227,13 +235,13 @@ class Autograd:
 
     def post(self, context: Context, pass_id: int, post: Post) -> None:
         payload = encode(context.id, pass_id, post.message)
-        self.node.post(post.to, TOPIC_PASS, payload, _scope(context, post.message))
+        self.node.post(post.to, TOPIC, payload, _scope(context, post.message))
 
     def ask(self, context: Context, pass_id: int, post: Post) -> Pending:
         """Send a message that engages, as a call."""
         payload = encode(context.id, pass_id, post.message)
         scope = _scope(context, post.message)
-        pending: Pending = self.node.ask(post.to, ENGAGE, payload, scope)
+        pending: Pending = self.node.ask(post.to, TOPIC, payload, scope)
         return pending
 
     def counts(self) -> dict[str, int]:
@@ -255,7 +263,7 @@ def _number(value: Any) -> int:
 def _scope(context: Context, message: Message) -> Scope | None:
     """Gradients are recorded like any tensors if they are to be differentiated; those that answer
     a message as well, so it is not only for messages that bring some."""
-    if isinstance(message, Gradient | Begin) and message.options.create_graph:
+    if (type(message) is Gradient or type(message) is Begin) and message.options.create_graph:
         return context.recording
     return None
 
@@ -268,9 +276,9 @@ class OpenPass:
 
     run: Run
 
-    def __init__(self, service: Autograd, participant: Participant) -> None:
+    def __init__(self, service: Autograd, initiator: Initiator) -> None:
         self._service = service
-        self._participant = participant
+        self._initiator = initiator
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -279,7 +287,7 @@ class OpenPass:
             yield
         except BaseException as error:
             try:
-                self._participant.give_up(error)
+                self._initiator.give_up(error)
             finally:
                 self._over(failed=True)
             raise
@@ -289,11 +297,11 @@ class OpenPass:
         failed = True
         try:
             self.run.done_by_caller(leaves, gradients)
-            self._participant.close()
+            self._initiator.close()
             failed = False
         finally:
             self._over(failed)
 
     def _over(self, failed: bool) -> None:
         engine_thread.running = None
-        self._service.pass_over(self._participant.context, self._participant.pass_id, failed)
+        self._service.pass_over(self._initiator.context, self._initiator.pass_id, failed)

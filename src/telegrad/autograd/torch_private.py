@@ -8,6 +8,7 @@ Each private call sits behind one small function here, and nowhere else. What is
   when nothing else can run.
 * The hook of a node sees gradients as the next nodes get them: summed to their shape, cast to
   their dtype. `local.py` keeps them as they are.
+* The default process group is an attribute of one object for all of them.
 * A hook dictionary of an accumulator can be seen through the handle of a hook added to it.
 * Compiled autograd is switched for the whole process.
 * The node of a compiled function leads to the class that made it, which knows whether it was
@@ -34,6 +35,8 @@ from torch.fx.experimental._backward_state import BackwardState
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _compiled_autograd = torch._C._dynamo.compiled_autograd
+_is_multithreading_enabled = torch._C._is_multithreading_enabled
+_set_multithreading_enabled = torch._C._set_multithreading_enabled
 
 _new_edge: Any = tuple.__new__
 """Makes a `GradientEdge` without the Python function that named tuples have for it."""
@@ -72,7 +75,21 @@ def tensor_hooks(leaf: torch.Tensor) -> bool:
 
 def hooked_leaves(accumulators: Iterable[Any]) -> list[Any]:
     """The accumulators of leaves that carry hooks made by `Tensor.register_hook`."""
-    return [node for node in accumulators if node.variable._backward_hooks]
+    hooked = []
+    for node in accumulators:
+        if node.variable._backward_hooks:
+            hooked.append(node)
+    return hooked
+
+
+_world: Any = (
+    torch.distributed.distributed_c10d._world if torch.distributed.is_available() else None
+)
+
+
+def process_group_exists() -> bool:
+    """As `torch.distributed.is_initialized()`, which takes three functions to say so."""
+    return _world is not None and _world._default_pg is not None
 
 
 def owners(tensor: torch.Tensor) -> int:
@@ -135,12 +152,13 @@ def accumulator_hooks(accumulator: Node) -> bool:
 
 def hooked_accumulators(accumulators: Iterable[Any]) -> list[Any]:
     """Those on which hooks hang that torch calls when it accumulates, as far as Python sees."""
-    return [
-        node
-        for node in accumulators
-        if getattr(node.variable, "_post_accumulate_grad_hooks", None)
-        or (node_hooks.ever and accumulator_hooks(node))
-    ]
+    hooked = []
+    for node in accumulators:
+        if getattr(node.variable, "_post_accumulate_grad_hooks", None) or (
+            node_hooks.ever and accumulator_hooks(node)
+        ):
+            hooked.append(node)
+    return hooked
 
 
 class _CompiledAutograd:
@@ -193,14 +211,16 @@ class eager_engine:
     __slots__ = ("_is_away", "_threads")
 
     def __enter__(self) -> None:
-        self._threads = torch._C._is_multithreading_enabled()
-        torch._C._set_multithreading_enabled(False)
+        self._threads = _is_multithreading_enabled()
+        if self._threads:
+            _set_multithreading_enabled(False)
         self._is_away = _compiled_autograd_switch.put_away()
 
     def __exit__(self, *_: object) -> None:
         if self._is_away:
             _compiled_autograd_switch.bring_back()
-        torch._C._set_multithreading_enabled(self._threads)
+        if self._threads:
+            _set_multithreading_enabled(True)
 
 
 class _HooksOfCompiledModules:
@@ -280,13 +300,22 @@ def run_engine(
     Nor is a copy of the Python context put into the thread's C++ state, as the public function does
     for engine threads that there are none of here. See `accumulate` for the harm it can do.
     """
+    edges: list[GradientEdge] = []
+    gradients: list[torch.Tensor] = []
+    for (node, index), gradient in roots:
+        edges.append(_new_edge(GradientEdge, (node, index, None)))
+        gradients.append(gradient)
+    ends: list[Any] = []
+    for leaf in leaves:
+        ends.append(_new_edge(GradientEdge, (leaf, 0, None)))
+    ends += inputs
     with eager_engine():
         results: tuple[torch.Tensor | None, ...] = _engine.run_backward(
-            tuple([_new_edge(GradientEdge, (*edge, None)) for edge, _ in roots]),
-            tuple([gradient for _, gradient in roots]),
+            tuple(edges),
+            tuple(gradients),
             retain_graph,
             create_graph,
-            (*[_new_edge(GradientEdge, (leaf, 0, None)) for leaf in leaves], *inputs),
+            tuple(ends),
             allow_unreachable=True,
             accumulate_grad=False,
         )

@@ -1,9 +1,13 @@
 """Training steps: telegrad beside stock torch RPC. Run it as `python -m benchmarks.train`.
 
-A model is on one worker, or in two halves on two; a step is forward, loss, backward, optimizer. The
-same step is made in the driver's process alone, in turn with the other, and what a step over
-workers takes longer than the local one beside it is the overhead; its ratio is to stock's overhead.
+A model is on one worker, or in two halves on two; a step is forward, loss, backward, optimizer.
+What it takes longer than the same step without workers is the overhead; its ratio is to stock's.
 With two parts the activation goes straight from worker to worker, for both peers.
+
+The step without workers is made by the very processes that hold the parts, in turn with the other.
+The cores of a machine that is shared are not equally fast at any moment: a local step in the
+driver's process would be made on another core, and its difference to a large step says more about
+the two cores than about calls.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from statistics import mean
 from typing import Any
 
 import torch
@@ -50,10 +56,9 @@ def measure(peer: Peer) -> Samples:
     samples: Samples = {}
     for name, size in SIZES.items():
         x, y = torch.randn(size.batch, size.width), torch.randint(CLASSES, (size.batch,))
-        alone = _local_step(size, x, y)
         for parts in (1, 2):
             spread = _remote_step(peer, size, parts, x, y)
-            pairs = _in_turn(alone, spread)
+            pairs = _in_turn(partial(_time_alone, peer, name, parts), partial(_timed, spread))
             case = f"{name}, {parts} remote part" + ("s" if parts > 1 else "")
             samples.setdefault(f"{name}, in one process", []).extend(a for a, _ in pairs)
             samples[case] = [b for _, b in pairs]
@@ -61,7 +66,7 @@ def measure(peer: Peer) -> Samples:
     return samples
 
 
-def _in_turn(one: Callable[[], None], other: Callable[[], None]) -> list[tuple[float, float]]:
+def _in_turn(one: Callable[[], float], other: Callable[[], float]) -> list[tuple[float, float]]:
     """Times of both, each pair of them taken at the same moment of a noisy machine."""
     for _ in range(WARM_UP):
         one()
@@ -69,7 +74,7 @@ def _in_turn(one: Callable[[], None], other: Callable[[], None]) -> list[tuple[f
     pairs: list[tuple[float, float]] = []
     until = time.perf_counter() + paced(SECONDS)
     while time.perf_counter() < until or len(pairs) < 5:
-        pairs.append((_timed(one), _timed(other)))
+        pairs.append((one(), other()))
     return pairs
 
 
@@ -79,7 +84,20 @@ def _timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _local_step(size: Size, x: Tensor, y: Tensor) -> Callable[[], None]:
+def _time_alone(peer: Peer, size: str, parts: int) -> float:
+    """How long the processes that hold the parts take for a step of the whole model, each alone."""
+    workers = [f"worker{number + 1}" for number in range(parts)]
+    return mean(peer.rpc.rpc_sync(worker, time_local_step, args=(size,)) for worker in workers)
+
+
+def time_local_step(size: str) -> float:
+    return _timed(_local_step(size))
+
+
+@cache
+def _local_step(name: str) -> Callable[[], None]:
+    size = SIZES[name]
+    x, y = torch.randn(size.batch, size.width), torch.randint(CLASSES, (size.batch,))
     model = build_part(size, 1, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 

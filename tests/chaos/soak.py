@@ -4,7 +4,7 @@ Workers "steady" and "shaky" serve calls, references and backward passes. "shaky
 stopped at random and connections are cut; "steady" and main live from the first to the last moment,
 so what they hold at the end is what the whole run left there.
 
-    python -m tests.chaos.soak --calls 1000000 --contexts 100000 --seconds 900
+    python -m tests.chaos.soak --calls 1000000 --contexts 100000 --seconds 3600
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak")
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--contexts", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=900.0)
+    parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=secrets.randbits(24))
     options = parser.parse_args()
     soak = Soak(**vars(options))

@@ -1,34 +1,30 @@
 """Training steps: telegrad beside stock torch RPC. Run it as `python -m benchmarks.train`.
 
 A model is on one worker, or in two halves on two; a step is forward, loss, backward, optimizer.
-What it takes longer than the same step without workers is the overhead; its ratio is to stock's.
+What it takes longer than the same step in one process is the overhead; its ratio is to stock's.
 With two parts the activation goes straight from worker to worker, for both peers.
 
-The step without workers is made by the very processes that hold the parts, in turn with the other.
-The cores of a machine that is shared are not equally fast at any moment: a local step in the
-driver's process would be made on another core, and its difference to a large step says more about
-the two cores than about calls.
+The step in one process is measured before there is a job. Beside one it would not be the same for
+both: idle processes of stock torch RPC keep looking for messages, and a local step that shares the
+cores with them takes about a tenth longer. Of a large step that is more than the overhead.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from statistics import mean
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.peers import Peer, Samples, compare, paced
+from benchmarks.peers import Peer, Samples, compare, sample
 
 CLASSES = 10
 RATE = 0.01
 SECONDS = 2.0
-WARM_UP = 20
 
 
 @dataclass(frozen=True)
@@ -51,53 +47,37 @@ def build_part(size: Size, parts: int, number: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+_in_one_process: dict[str, float] = {}
+"""The median time of a step, by the size of the model."""
+
+
+def measure_alone() -> Samples:
+    """What a step takes in one process."""
+    torch.set_num_threads(1)
+    samples: Samples = {}
+    for name, size in SIZES.items():
+        samples[f"{name}, in one process"] = times = sample(_local_step(size), SECONDS)
+        _in_one_process[name] = median(times)
+    return samples
+
+
 def measure(peer: Peer) -> Samples:
     torch.set_num_threads(1)
     samples: Samples = {}
     for name, size in SIZES.items():
-        x, y = torch.randn(size.batch, size.width), torch.randint(CLASSES, (size.batch,))
         for parts in (1, 2):
-            spread = _remote_step(peer, size, parts, x, y)
-            pairs = _in_turn(partial(_time_alone, peer, name, parts), partial(_timed, spread))
             case = f"{name}, {parts} remote part" + ("s" if parts > 1 else "")
-            samples.setdefault(f"{name}, in one process", []).extend(a for a, _ in pairs)
-            samples[case] = [b for _, b in pairs]
-            samples[f"{case}: overhead"] = [b - a for a, b in pairs]
+            samples[case] = times = sample(_remote_step(peer, size, parts), SECONDS)
+            samples[f"{case}: overhead"] = [time - _in_one_process[name] for time in times]
     return samples
 
 
-def _in_turn(one: Callable[[], float], other: Callable[[], float]) -> list[tuple[float, float]]:
-    """Times of both, each pair of them taken at the same moment of a noisy machine."""
-    for _ in range(WARM_UP):
-        one()
-        other()
-    pairs: list[tuple[float, float]] = []
-    until = time.perf_counter() + paced(SECONDS)
-    while time.perf_counter() < until or len(pairs) < 5:
-        pairs.append((one(), other()))
-    return pairs
+def _inputs(size: Size) -> tuple[Tensor, Tensor]:
+    return torch.randn(size.batch, size.width), torch.randint(CLASSES, (size.batch,))
 
 
-def _timed(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def _time_alone(peer: Peer, size: str, parts: int) -> float:
-    """How long the processes that hold the parts take for a step of the whole model, each alone."""
-    workers = [f"worker{number + 1}" for number in range(parts)]
-    return mean(peer.rpc.rpc_sync(worker, time_local_step, args=(size,)) for worker in workers)
-
-
-def time_local_step(size: str) -> float:
-    return _timed(_local_step(size))
-
-
-@cache
-def _local_step(name: str) -> Callable[[], None]:
-    size = SIZES[name]
-    x, y = torch.randn(size.batch, size.width), torch.randint(CLASSES, (size.batch,))
+def _local_step(size: Size) -> Callable[[], None]:
+    x, y = _inputs(size)
     model = build_part(size, 1, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
@@ -109,7 +89,8 @@ def _local_step(name: str) -> Callable[[], None]:
     return step
 
 
-def _remote_step(peer: Peer, size: Size, parts: int, x: Tensor, y: Tensor) -> Callable[[], None]:
+def _remote_step(peer: Peer, size: Size, parts: int) -> Callable[[], None]:
+    x, y = _inputs(size)
     make = _telegrad_model if peer.name == "telegrad" else _stock_model
     forward, optimizer = make(size, parts)
 
@@ -181,4 +162,4 @@ def _stock_model(size: Size, parts: int) -> Model:
 
 
 if __name__ == "__main__":
-    compare("benchmarks.train", measure, workers=2)
+    compare("benchmarks.train", measure, workers=2, before=measure_alone)

@@ -129,3 +129,14 @@ def _doubling(fn: Any) -> Any:
 @_doubling
 def decorated(x: int) -> int:
     return x
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+
+@dataclass
+class OnSlots(Slotted):
+    """A dataclass with a slot that is no field."""
+
+    shown: int

@@ -33,6 +33,7 @@ from tests.wire.codec_samples import (
     Frozen,
     Mode,
     Node,
+    OnSlots,
     Opaque,
     Pair,
     Point,
@@ -486,3 +487,10 @@ def test_an_object_that_was_pickled_is_gone_with_its_last_user() -> None:
         assert arrived() is None
     finally:
         gc.enable()
+
+
+def test_a_slot_of_a_dataclass_that_is_no_field_travels_too() -> None:
+    value = OnSlots(1)
+    value.hidden = 2  # type: ignore[attr-defined]
+    arrived = sent([value])[0]
+    assert (arrived.shown, arrived.hidden) == (1, 2)

@@ -16,12 +16,15 @@ _fields: WeakKeyDictionary[type, tuple[str, ...] | None] = WeakKeyDictionary()
 def dataclass_fields(cls: type) -> tuple[str, ...] | None:
     """The fields of a dataclass that is nothing but its fields; None for any other class.
 
-    A class that says how it wants to be pickled or made knows something that its fields do not.
+    A class that says how it wants to be pickled or made knows something that its fields do not, and
+    so does one with a slot that is no field.
     """
     try:
         return _fields[cls]
     except KeyError:
         names = tuple(field.name for field in fields(cls)) if _is_plain(cls) else None
+        if names is not None and _slots_of(cls) - set(names):
+            names = None
         _fields[cls] = names
         return names
 
@@ -37,6 +40,14 @@ def _is_plain(cls: Any) -> bool:
         and all(getattr(cls, hook, None) is getattr(object, hook, None) for hook in _PICKLE_HOOKS)
         and all(_is_generated(cls, hook) for hook in ("__getstate__", "__setstate__"))
     )
+
+
+def _slots_of(cls: type) -> set[str]:
+    slots: set[str] = set()
+    for each in cls.__mro__:
+        own = each.__dict__.get("__slots__", ())
+        slots.update((own,) if isinstance(own, str) else own)
+    return slots - {"__dict__", "__weakref__"}
 
 
 def _is_generated(cls: Any, hook: str) -> bool:

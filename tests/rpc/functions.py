@@ -198,6 +198,43 @@ def local_error() -> Exception:
     return Local("made inside of a function")
 
 
+class DiskFull(OSError):
+    """Python keeps the file of an OSError apart from its `args`."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(28, "No space left", file)
+
+
+class BadText(UnicodeDecodeError):
+    """Its words are made of what the built-in class keeps outside of `args`."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("utf-8", b"a", 0, 1, where)
+
+
+class Tagged(ExceptionGroup[Exception]):
+    """It is made by a `__new__` of its own."""
+
+    tag: int
+
+    def __new__(cls, tag: int) -> Tagged:
+        made = super().__new__(cls, "tagged", [ValueError("a")])
+        made.tag = tag
+        return made
+
+
+class Secretive(Exception):
+    """Whoever asks for its attributes fails."""
+
+    def __init__(self, code: int, where: str) -> None:
+        super().__init__(f"{code} at {where}")
+
+    def __getattribute__(self, name: str) -> object:
+        if name in ("__dict__", "args"):
+            raise RuntimeError("it is a secret")
+        return super().__getattribute__(name)
+
+
 def raise_value_error(text: str) -> None:
     raise ValueError(text)
 
@@ -206,6 +243,10 @@ def raise_named(name: str) -> None:
     makers: dict[str, Any] = {
         "needs two": lambda: NeedsTwo(7, "gate"),
         "holds lock": HoldsLock,
+        "disk full": lambda: DiskFull("/disk"),
+        "bad text": lambda: BadText("up"),
+        "tagged": lambda: Tagged(7),
+        "secretive": lambda: Secretive(7, "gate"),
         "garbled": lambda: Garbled(7),
         "keyword": lambda: Keyword(code=7),
         "unprintable": Unprintable,

@@ -61,6 +61,14 @@ def test_an_error_that_crosses_several_workers_names_each() -> None:
         ("garbled", functions.Garbled, "code 7"),
         ("keyword", functions.Keyword, "code 7"),
         ("holds lock", functions.HoldsLock, "it holds a lock"),
+        ("disk full", functions.DiskFull, "[Errno 28] No space left: '/disk'"),
+        (
+            "bad text",
+            functions.BadText,
+            "'utf-8' codec can't decode byte 0x61 in position 0: there",
+        ),
+        ("tagged", functions.Tagged, "tagged (1 sub-exception)"),
+        ("secretive", functions.Secretive, "7 at gate"),
     ],
 )
 def test_an_error_that_its_arguments_do_not_make_keeps_its_type(

@@ -5,8 +5,8 @@ travels as well, in up to two forms, of which the caller takes the first that gi
 
 - *whole*, as it pickles. Pickle calls the class with `args` again, which fails, or garbles the
   message, for a class whose `__init__` takes something else.
-- *in parts*: class, `args` and attributes, put together without `__init__`. Attributes that cannot
-  travel stay behind, and a note on the error names them.
+- *in parts*: class, `args` and attributes, taken apart and put together without code of the class.
+  Attributes that cannot travel stay behind, and a note on the error names them.
 
 If neither can be had, or in a job that takes data only, a `RemoteError` has the words. So it is for
 `KeyboardInterrupt`, `SystemExit` and whatever else is no `Exception`: it must not end the caller.
@@ -24,6 +24,9 @@ from telegrad.wire.codec import CodecError, Trust, Unpackable, pack, unpack
 # An error that holds more than this in tensors is described instead.
 MAX_TENSOR_BYTES = 1 << 26
 
+# Py_TPFLAGS_HEAPTYPE: of classes that Python itself comes with, none has it.
+_MADE_BY_A_STATEMENT = 1 << 9
+
 UNREADABLE = "(its message could not be read)"
 
 Form = tuple[bytes, list[bytes]]
@@ -35,7 +38,7 @@ def describe_error(worker: str, error: BaseException, trust: Trust) -> dict[str,
         "worker": worker,
         "type": f"{kind.__module__}.{kind.__qualname__}",
         "message": _words_of(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": _traceback_of(error),
         "forms": _forms_of(error, trust),
     }
 
@@ -74,16 +77,25 @@ def _words_of(error: BaseException) -> str:
         return UNREADABLE
 
 
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException:
+        # Of what it was raised from, or by a method of its class.
+        return "".join(traceback.format_tb(error.__traceback__))
+
+
 def _forms_of(error: BaseException, trust: Trust) -> list[Form]:
     if _words_of(error) == UNREADABLE:
         # Whoever printed it would fail too.
         return []
     whole = _form(error, trust)
-    if whole is not None and not isinstance(type(error).__init__, FunctionType):
+    if whole is not None and not _is_made_its_own_way(type(error)):
         return [whole]
     in_parts = None
     if trust is Trust.CODE and isinstance(error, Exception):
-        in_parts = _form((type(error), error.args, _attributes_of(error)), trust)
+        args, state = _parts_of(error)
+        in_parts = _form((type(error), args, _sendable(state)), trust)
     return [form for form in (whole, in_parts) if form is not None]
 
 
@@ -98,9 +110,24 @@ def _form(value: object, trust: Trust) -> Form | None:
         return None
 
 
-def _attributes_of(error: Exception) -> dict[str, object]:
+def _is_made_its_own_way(kind: type[BaseException]) -> bool:
+    return any(isinstance(getattr(kind, made), FunctionType) for made in ("__new__", "__init__"))
+
+
+def _written_in_c(kind: type[BaseException]) -> Any:
+    """The nearest class whose instances Python itself fills: `Exception`, `OSError` and so on."""
+    return next(each for each in kind.__mro__ if not each.__flags__ & _MADE_BY_A_STATEMENT)
+
+
+def _parts_of(error: Exception) -> tuple[tuple[Any, ...], dict[str, object]]:
+    """Arguments and attributes, without asking code of the error's own class."""
+    _, args, *state = _written_in_c(type(error)).__reduce__(error)
+    return args, state[0] if state else {}
+
+
+def _sendable(state: dict[str, object]) -> dict[str, object]:
     kept, left_out = {}, []
-    for name, value in error.__dict__.items():
+    for name, value in state.items():
         try:
             pack(value)
             kept[name] = value
@@ -108,7 +135,8 @@ def _attributes_of(error: Exception) -> dict[str, object]:
             left_out.append(name)
     if left_out:
         note = f"telegrad left out what cannot be sent of this error: {', '.join(left_out)}"
-        kept["__notes__"] = [*getattr(error, "__notes__", ()), note]
+        notes = state.get("__notes__")
+        kept["__notes__"] = [*(notes if isinstance(notes, list) else ()), note]
     return kept
 
 
@@ -128,9 +156,8 @@ def _rebuilt(form: Any, trust: Trust) -> Exception | None:
 def _put_together(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
     if not issubclass(kind, Exception):
         raise TypeError(f"{kind!r} is no class of errors")
-    # An OSError takes its arguments in `__new__`, and no other `__new__` may make one.
-    new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__
-    error = new(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
+    built_in = _written_in_c(kind)
+    error: Exception = built_in.__new__(kind, *args)
+    built_in.__init__(error, *args)
+    BaseException.__setstate__(error, state)
     return error

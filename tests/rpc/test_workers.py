@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -593,3 +595,33 @@ def test_the_last_worker_removes_the_sockets_of_those_that_were_killed(make_job:
     job["b"].kill()
     job["a"].do(rpc.shutdown)
     assert not made.exists()
+
+
+EXITS_DURING_A_CALL = """
+import sys, threading, torch
+from telegrad import rpc
+
+begun, left = threading.Event(), threading.Event()
+
+def compute():
+    turns = 2000
+    while turns:
+        begun.set()
+        turns -= left.is_set()
+        future = torch.futures.Future()
+        future.then(lambda done: done.wait())
+        future.set_result(1)
+
+rpc.init_rpc("alone", rank=0, world_size=1, init_method=f"file://{sys.argv[1]}")
+rpc.rpc_async("alone", compute)
+begun.wait()
+rpc.shutdown(graceful=False)
+left.set()
+sys.exit(3)
+"""
+
+
+def test_a_process_that_exits_while_a_call_runs_keeps_its_exit_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EXITS_DURING_A_CALL, str(tmp_path / "meeting")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (3, "")

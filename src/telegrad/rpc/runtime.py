@@ -7,8 +7,10 @@ transport waits through these and nothing else, so that the same code runs in bo
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
@@ -55,9 +57,13 @@ class Threads:
         self._lock = threading.Lock()
         self._parked: list[_Parked] = []
         self._closed = False
+        self._busy = 0
+        self._rest = threading.Condition(self._lock)
+        _all_threads.add(self)
 
     def run(self, work: Callable[[], object]) -> None:
         with self._lock:
+            self._busy += 1
             parked = self._parked.pop() if self._parked else None
         if parked is None:
             # A thread keeps its arguments for as long as it lives: they must not hold the work.
@@ -73,8 +79,11 @@ class Threads:
     def _live(self, parked: _Parked) -> None:
         work, parked.work = parked.work, None
         while work is not None:
-            work()
-            work = None
+            try:
+                work()
+            finally:
+                work = None
+                self._done()
             with self._lock:
                 if self._closed or len(self._parked) >= self.KEPT:
                     return
@@ -82,12 +91,36 @@ class Threads:
             parked.latch.acquire()
             work, parked.work = parked.work, None
 
+    def _done(self) -> None:
+        with self._lock:
+            self._busy -= 1
+            if self._closed and not self._busy:
+                self._rest.notify_all()
+
+    def await_rest(self, timeout: float) -> bool:
+        """After `close`: whether all work ended in that time."""
+        with self._lock:
+            return self._rest.wait_for(lambda: not self._busy, timeout)
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
             parked, self._parked = self._parked, []
         for each in parked:
             each.latch.release()
+
+
+_PATIENCE_AT_EXIT = 2.0
+_all_threads: weakref.WeakSet[Threads] = weakref.WeakSet()
+
+
+@atexit.register
+def _await_rest() -> None:
+    """A thread that is inside of torch while the interpreter ends would abort the process."""
+    until = time.monotonic() + _PATIENCE_AT_EXIT
+    for threads in list(_all_threads):
+        threads.close()
+        threads.await_rest(max(0, until - time.monotonic()))
 
 
 class _Parked:

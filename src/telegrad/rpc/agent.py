@@ -19,6 +19,7 @@ from typing import Any
 
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import TelegradError, UnknownWorker, WorkerLost
+from telegrad.rpc.futures import runs_callbacks
 from telegrad.rpc.incoming import Incoming
 from telegrad.rpc.interrupts import raise_if_put_off
 from telegrad.rpc.lookout import Lookout
@@ -177,8 +178,12 @@ class Agent:
         return self.watch.call_later(delay, work).cancel
 
     def serving(self) -> bool:
-        """Whether the calling thread runs a request."""
-        return getattr(self.local, "incoming", None) is not None
+        """Whether the calling thread runs a request, or what a request may wait for."""
+        return (
+            getattr(self.local, "incoming", None) is not None
+            or runs_callbacks()
+            or self.node.coroutines.run_here()
+        )
 
     @property
     def closed(self) -> bool:

@@ -1,18 +1,28 @@
 """Where `async def` functions run: an event loop on a thread of its own, made when first needed.
 
-If code on the loop blocks in a call of ours instead of awaiting it, coroutines that arrive
-meanwhile get a fresh loop: a blocked loop delays its own tasks, never those of others.
+If code on the loop blocks in a call of ours instead of awaiting it, coroutines that have not begun
+go to a fresh loop, and so do those that arrive meanwhile. A blocked loop delays only coroutines
+that have begun on it: those do not move.
+
+That is why what is to begin waits in a queue of ours rather than in a loop's. A coroutine sends its
+call before it blocks, and the answer may need another coroutine here: were that one given to the
+loop in between, it would wait for the very call that waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from typing import Any
 
 Finish = Callable[[object, "BaseException | None"], None]
+Begin = Callable[[asyncio.AbstractEventLoop], None]
+
+TIME_TO_END = 1.0
+"""What coroutines that are cancelled when their worker leaves have for their `finally`."""
 
 
 class Coroutines:
@@ -23,21 +33,34 @@ class Coroutines:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loops: list[asyncio.AbstractEventLoop] = []
         self._spare: list[asyncio.AbstractEventLoop] = []
+        self._waiting: deque[Begin] = deque()
 
     def start(self, coroutine: Coroutine[Any, Any, object]) -> Callable[[Finish], None]:
         """A function that starts the coroutine in the caller's context variables."""
         context = copy_context()
 
         def subscribe(finish: Finish) -> None:
-            loop = self._running_loop()
-
-            def begin() -> None:
+            def begin(loop: asyncio.AbstractEventLoop) -> None:
                 task = loop.create_task(_outcome(coroutine), context=context)
                 task.add_done_callback(lambda done: _report(done, finish))
 
-            loop.call_soon_threadsafe(begin)
+            self._waiting.append(begin)
+            self._begin_soon(self._running_loop())
 
         return subscribe
+
+    def _begin_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_soon_threadsafe(self._begin_next, loop)
+
+    def _begin_next(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin one: it may block, and then the next has to begin elsewhere."""
+        try:
+            begin = self._waiting.popleft()
+        except IndexError:
+            return  # On another loop.
+        begin(loop)
+        if self._waiting:
+            loop.call_soon(self._begin_next, loop)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -47,9 +70,18 @@ class Coroutines:
                 self._loop = asyncio.new_event_loop()
                 self._loops.append(self._loop)
                 threading.Thread(
-                    target=self._loop.run_forever, name="telegrad-coroutines", daemon=True
+                    target=_run, args=(self._loop,), name="telegrad-coroutines", daemon=True
                 ).start()
             return self._loop
+
+    def run_here(self) -> bool:
+        """Whether the calling thread runs a coroutine of ours."""
+        if not self._loops:
+            return False
+        try:
+            return asyncio.get_running_loop() in self._loops
+        except RuntimeError:
+            return False
 
     def blocking(self) -> None:
         """The calling thread is about to block: if it is our loop's, use another from now on."""
@@ -65,6 +97,11 @@ class Coroutines:
             self._loop = None
         # The loop gets to this when the blocking call has ended.
         running.call_soon(self._came_back, running)
+        self._move_waiting()
+
+    def _move_waiting(self) -> None:
+        if self._waiting:
+            self._begin_soon(self._running_loop())
 
     def _came_back(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
@@ -77,6 +114,18 @@ class Coroutines:
             self._spare.clear()
         for loop in loops:
             loop.call_soon_threadsafe(loop.stop)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=TIME_TO_END))
+    finally:
+        loop.close()
 
 
 async def _outcome(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -14,6 +15,13 @@ from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import Node
 from telegrad.rpc.torch_private import fail_future
 from telegrad.rpc.worker import WorkerInfo
+
+_thread = threading.local()
+
+
+def runs_callbacks() -> bool:
+    """Whether the calling thread is in a callback of one of our futures."""
+    return getattr(_thread, "settles", False)
 
 
 class CallFuture(torch.futures.Future[Any]):
@@ -67,12 +75,15 @@ def begin_async(
     future = CallFuture()
 
     def settle(pending: Pending) -> None:
+        outer, _thread.settles = runs_callbacks(), True
         try:
             value = node.outcome(pending)
         except BaseException as error:
             fail_future(future, error)
         else:
             future.set_result(value)
+        finally:
+            _thread.settles = outer
 
     future._node = node
     future._pending = node.call(to, target, args, kwargs, timeout, settle)

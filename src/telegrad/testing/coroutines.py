@@ -84,6 +84,7 @@ class SimulatedCoroutines(Coroutines):
         def let_go() -> None:
             if not loop.sleeping and self._loop is loop:
                 self._loop = None
+                self._move_waiting()
 
         activity = self._scheduler.spawn(f"{self._worker.name}: coroutines", self._worker, run)
         activity.let_go = let_go

@@ -65,7 +65,7 @@ def test_an_error_that_crosses_several_workers_names_each() -> None:
         (
             "bad text",
             functions.BadText,
-            "'utf-8' codec can't decode byte 0x61 in position 0: there",
+            "'utf-8' codec can't decode byte 0x61 in position 0: up",
         ),
         ("tagged", functions.Tagged, "tagged (1 sub-exception)"),
         ("secretive", functions.Secretive, "7 at gate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import random
 import socket
 import struct
@@ -18,7 +19,14 @@ import torch.distributed as dist
 from telegrad.wire import torch_private
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import GROUP, HEADER, Frame, FrameLimits, Kind
-from telegrad.wire.group import THRESHOLD, GroupFailed, TensorGroup, check_backend, form_group
+from telegrad.wire.group import (
+    THRESHOLD,
+    GroupFailed,
+    TensorGroup,
+    _Backend,
+    check_backend,
+    form_group,
+)
 from telegrad.wire.link import Link, LinkBroken, LinkClosed
 from tests.wire.test_link import receive, streams, view
 
@@ -281,3 +289,26 @@ def test_a_backend_is_asked_for_by_a_name_that_this_torch_has() -> None:
     if not dist.is_nccl_available():
         with pytest.raises(ValueError, match="has no nccl"):
             check_backend("nccl")
+
+
+def test_at_exit_nobody_enters_the_backend_and_who_is_inside_is_awaited() -> None:
+    backend = _Backend()
+    atexit.unregister(backend._shut)
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with backend:
+            entered.set()
+            leave.wait(10)
+
+    inside = Thread(stay)
+    assert entered.wait(10)
+    shutting = Thread(backend._shut)
+    while not backend._is_shut:
+        time.sleep(0.001)
+    assert shutting.is_alive()
+    with pytest.raises(GroupFailed, match="the process is ending"), backend:
+        pass
+    leave.set()
+    assert inside.ended()
+    assert shutting.ended()

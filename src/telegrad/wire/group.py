@@ -29,6 +29,7 @@ authenticated, so a job that speaks TLS cannot choose one.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import struct
@@ -54,6 +55,7 @@ BACKENDS = ("gloo", "nccl")
 THRESHOLD = 1 << 16
 TAGS = 1 << 30
 _LEAST_LIMIT = 60.0
+_PATIENCE_AT_EXIT = 2.0
 _SLOWEST = 1 << 20
 _AT_ONCE = timedelta(milliseconds=1)
 _LAST_TAG = TAGS + 1
@@ -72,11 +74,48 @@ class Wire(Protocol):
     def read_exactly(self, count: int) -> bytes: ...
 
 
+class _Backend:
+    """The way into torch's C++. A thread that is in there when the interpreter ends, and comes back
+    to no interpreter, aborts the process: so at the end nobody enters, and who is in is awaited.
+    Works and groups are let go in there, too: their destructors wait for threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._is_shut = False
+        self._groups: weakref.WeakSet[TensorGroup] = weakref.WeakSet()
+        atexit.register(self._shut)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._is_shut:
+                raise GroupFailed("the process is ending")
+            self._inside += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def know(self, group: TensorGroup) -> None:
+        self._groups.add(group)
+
+    def _shut(self) -> None:
+        for group in list(self._groups):
+            group.close()
+        with self._changed:
+            self._is_shut = True
+            self._changed.wait_for(lambda: not self._inside, _PATIENCE_AT_EXIT)
+
+
+_backend = _Backend()
+
+
 class Transfer:
     """A send or a receive that is under way. Its memory stays until gloo is done with it."""
 
     def __init__(self, work: dist.Work, memory: Tensor) -> None:
-        self._work = work
+        self._work: dist.Work | None = work
         self._memory = memory
         self._ended = threading.Event()
         self._error: str | None = None
@@ -92,8 +131,13 @@ class Transfer:
         """Wait in gloo, for as long as the slowest network may take."""
         limit = timedelta(seconds=_LEAST_LIMIT + self._memory.nbytes / _SLOWEST)
         try:
-            self._work.wait(limit)
-        except RuntimeError as error:
+            with _backend:
+                try:
+                    assert self._work is not None
+                    self._work.wait(limit)
+                finally:
+                    self._work = None
+        except (RuntimeError, GroupFailed) as error:
             self.fail(str(error))
         else:
             self._ended.set()
@@ -137,6 +181,7 @@ class TensorGroup:
         self._is_closed = False
         self._under_way: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._sending, self._receiving = _Follower(), _Follower()
+        _backend.know(self)
 
     def carries(self, buffers: Sequence[memoryview]) -> bool:
         """Whether some of them are large enough to go this way."""
@@ -178,7 +223,8 @@ class TensorGroup:
             with self._lock:
                 if self._is_closed:
                     raise GroupFailed("the process group was closed")
-                work = getattr(self._group, way)([memory], self._peer, tag)
+                with _backend:
+                    work = getattr(self._group, way)([memory], self._peer, tag)
                 transfer = Transfer(work, memory)
                 self._under_way.add(transfer)
                 return transfer
@@ -186,25 +232,28 @@ class TensorGroup:
             raise GroupFailed(str(error)) from None
 
     def close(self) -> None:
-        """Give the group up: whoever waits for a transfer is told so. Any thread may, repeatedly.
-
-        A wait that runs out of time closes the connection below all of gloo's transfers; its
-        `abort` leaves them alone.
-        """
+        """Give the group up: who waits for a transfer is told so. Any thread may, repeatedly."""
         with self._closing:
             with self._lock:
                 was_closed, self._is_closed = self._is_closed, True
             if was_closed:
                 return
-            with contextlib.suppress(RuntimeError):
-                self._group.abort()
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8, device=self._device)
-                self._group.recv([nothing], self._peer, _LAST_TAG).wait(_AT_ONCE)
+            with contextlib.suppress(GroupFailed), _backend:
+                self._end_transfers()
+                self._group = None
             for transfer in list(self._under_way):
                 transfer.fail("the process group was closed")
             self._sending.leave()
             self._receiving.leave()
+
+    def _end_transfers(self) -> None:
+        """A wait that runs out of time closes the connection below all of gloo's transfers; its
+        `abort` leaves them alone."""
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8, device=self._device)
+            self._group.recv([nothing], self._peer, _LAST_TAG).wait(_AT_ONCE)
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
 
 
 # Forming a group.
@@ -226,7 +275,8 @@ def form_group(backend: str, wire: Wire, rank: int, host: str) -> TensorGroup | 
     meeting = _MeetingByWire(wire)
     group = None
     try:
-        group = torch_private.group_of_two(backend, meeting, rank, host)
+        with _backend:
+            group = torch_private.group_of_two(backend, meeting, rank, host)
     except (RuntimeError, ValueError) as error:
         if meeting.broken is not None:
             raise meeting.broken from error

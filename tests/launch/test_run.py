@@ -12,6 +12,7 @@ import pytest
 
 import telegrad
 from telegrad import rpc
+from telegrad.launch.errors import LaunchError
 
 SCRIPT = """
 import dataclasses, os, sys
@@ -86,6 +87,19 @@ def test_an_error_in_a_remote_call_reaches_the_caller_of_run() -> None:
     with pytest.raises(FileNotFoundError, match="/nowhere/at/all"):
         telegrad.run(main, workers=["ps"])
     assert not rpc.is_initialized()
+
+
+def test_run_inside_of_main_is_refused_and_the_job_goes_on() -> None:
+    def main() -> int:
+        with pytest.raises(LaunchError, match="a worker of a job already"):
+            telegrad.run(os.getpid, workers=1)
+        return int(rpc.rpc_sync("worker1", abs, args=(-3,)))
+
+    assert telegrad.run(main, workers=1) == 3
+
+
+def test_main_may_leave_the_job_by_itself() -> None:
+    assert telegrad.run(lambda: rpc.shutdown(graceful=False), workers=0) is None
 
 
 def test_run_can_be_called_again() -> None:

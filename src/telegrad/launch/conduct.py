@@ -34,6 +34,8 @@ def serve(seat: Seat) -> None:
 
 def leave(graceful: bool) -> None:
     """A function that hangs must not keep main from returning: its worker is ended instead."""
+    if not rpc.is_initialized():
+        return  # The start failed, or main has left by itself.
     try:
         rpc.shutdown(graceful=graceful, timeout=LEAVE_SECONDS)
     except rpc.CallTimeout as error:

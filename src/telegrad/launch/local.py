@@ -31,6 +31,7 @@ from telegrad.launch.processes import LocalProcesses
 from telegrad.launch.script import find_main, is_installing
 from telegrad.launch.store import host_store
 from telegrad.launch.worker import seed_everything
+from telegrad.rpc.api import is_initialized
 from telegrad.rpc.arguments import check_seconds, check_whole
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.group import check_backend
@@ -80,6 +81,11 @@ def run(
     Call it under `if __name__ == "__main__":`, because workers import the script.
     """
     names = worker_names(workers)
+    if is_initialized():
+        raise LaunchError(
+            "this process is a worker of a job already: call telegrad.run when that job has ended "
+            "(telegrad.rpc.shutdown), or from another process"
+        )
     asked = os.environ.get(WORKERS_VARIABLE)
     if workers is not None and asked is not None and asked != str(len(names)):
         warnings.warn(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from telegrad import autograd, rpc
 from telegrad.autograd import AutogradError
 from telegrad.autograd.backward import Post
 from telegrad.autograd.context import Context
+from telegrad.autograd.events import Stalled
 from telegrad.autograd.service import Autograd
 from telegrad.compile import calls
 from tests.compile import functions as f
@@ -178,37 +178,80 @@ def test_an_eager_send_that_was_made_later_does_not_hold_up_a_compiled_function(
     assert_same(differentiated(plain, x, y), differentiated(step, x, y))
 
 
-def test_who_asked_a_worker_need_not_read_the_answer_itself(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_who_reads_an_answer_in_a_node_sees_what_others_bring_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
-    """The caller of `backward` goes on with what came meanwhile, and waits in a compiled node for
-    what the answer brings."""
     ask = Autograd.ask
 
     def ask_and_hear_from_another(
-        self: Autograd, context: Context, pass_id: int, post: Post
+        self: Autograd, context: Context, pass_id: int, post: Post, at_once: bool
     ) -> Any:
-        pending = ask(self, context, pass_id, post)
-        inbox = context.participants[pass_id]._inbox
-        until = time.monotonic() + 10
-        while not inbox and time.monotonic() < until:
-            time.sleep(0.001)
-        assert inbox
+        pending = ask(self, context, pass_id, post, at_once)
+        context.participants[pass_id].deliver(self.node.info.id, Stalled())
         return pending
 
-    def step(x: Tensor) -> Tensor:
-        seen = make(x).to_here()
-        return rpc.rpc_sync("worker2", f.layer, (seen * 2, seen)).sum()
-
-    def plain(x: Tensor) -> Tensor:
+    def step(x: Tensor, context_id: int) -> Tensor:
         seen = rpc.rpc_sync("worker1", f.layer, (x * 2, x))
-        return rpc.rpc_sync("worker2", f.layer, (seen * 2, seen)).sum()
+        loss = rpc.rpc_sync("worker2", f.layer, (seen * 2, seen)).sum()
+        if inside:
+            autograd.backward(context_id, [loss], timeout=20)
+            return loss.detach()
+        return loss
 
-    make, _ = compiled(lambda x: rpc.remote("worker1", f.layer, (x * 2, x)), "aot_eager")
     x = needs(4, 3)
-    expected = differentiated(plain, x)
+    (expected,) = torch.autograd.grad(f.layer(f.layer(x * 2, x) * 2, f.layer(x * 2, x)).sum(), x)
+    run, _ = compiled(step, "aot_eager")
     monkeypatch.setattr(Autograd, "ask", ask_and_hear_from_another)
-    assert_same(expected, differentiated(step, x))
+    with autograd.context() as context_id:
+        loss = run(x, context_id)
+        if not inside:
+            autograd.backward(context_id, [loss], timeout=20)
+        torch.testing.assert_close(autograd.get_gradients(context_id)[x], expected)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_a_pass_through_a_graph_asks_each_worker_once_and_says_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    told: list[tuple[str, int]] = []
+
+    def counted(name: str) -> None:
+        method = getattr(Autograd, name)
+
+        def count(
+            self: Autograd, context: Context, pass_id: int, post: Post, *rest: bool
+        ) -> object:
+            told.append((name, post.to))
+            return method(self, context, pass_id, post, *rest)
+
+        monkeypatch.setattr(Autograd, name, count)
+
+    def step(x: Tensor, context_id: int) -> Tensor:
+        seen = rpc.rpc_sync("worker1", f.layer, (x * 2, x))
+        loss = rpc.rpc_sync("worker2", f.layer, (seen * 2, x)).sum()
+        if inside:
+            autograd.backward(context_id, [loss], timeout=20)
+            return loss.detach()
+        return loss
+
+    counted("ask")
+    counted("post")
+    run, _ = compiled(step, "aot_eager")
+    with autograd.context() as context_id:
+        loss = run(needs(4, 3), context_id)
+        if not inside:
+            autograd.backward(context_id, [loss], timeout=20)
+    assert told == [("ask", 2), ("ask", 1)]
+
+
+def test_a_profiler_sees_the_calls_of_a_graph() -> None:
+    run, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.layer, (x, x)), "aot_eager")
+    x = torch.randn(4, 3)
+    run(x)
+    with torch.profiler.profile() as profile:
+        run(x)
+    assert "telegrad::call" in {event.key for event in profile.key_averages()}
 
 
 def test_the_records_of_calls_go_with_their_graphs() -> None:

@@ -52,8 +52,9 @@ here = Handles()
         (lambda x, w: x + {WorkerInfo("worker1", 1): 5, WorkerInfo("worker2", 2): 6}[w], 2),
         (lambda x, w: x + {FIRST: 5, SECOND: 6}[w], 3),
         (lambda x, w: rpc.rpc_sync(w, f.layer, (x, x)), 2),
+        (lambda x, w: x if w is None else x + 1, 1),
     ],
-    ids=["equality", "id", "name", "as key", "as key by another name", "as target"],
+    ids=["equality", "id", "name", "as key", "as key by another name", "as target", "or None"],
 )
 def test_a_worker_info_folds_and_is_guarded(use: Use, compilations: int) -> None:
     check(use, [FIRST, SECOND, WorkerInfo("worker1", 1)], compilations)

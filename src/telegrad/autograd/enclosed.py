@@ -54,6 +54,8 @@ class Enclosure:
     """All calls that one node has made in one context."""
 
     anchor: Tensor
+    leaf: Any
+    """The graph node by which the anchor is found."""
     newest: int = 0
     """Sends of this worker with a higher number were made after the calls of this node."""
     recvs: list[Any] = field(default_factory=list)
@@ -62,11 +64,6 @@ class Enclosure:
     def forgotten_recvs(self) -> list[Any]:
         """What arrived for calls of which the node will not speak again."""
         return [recv for call in self.calls if call.forgotten for recv in call.recvs]
-
-    @property
-    def leaf(self) -> Any:
-        """The graph node by which the anchor is found."""
-        return get_gradient_edge(self.anchor).node
 
 
 _making = threading.Lock()
@@ -78,7 +75,7 @@ def enclosure_of(context: Context, anchor: Tensor) -> Enclosure:
         for enclosure in reversed(context.enclosures):
             if enclosure.anchor is anchor:
                 return enclosure
-        enclosure = Enclosure(anchor)
+        enclosure = Enclosure(anchor, get_gradient_edge(anchor).node)
         context.enclosures.append(enclosure)
         return enclosure
 
@@ -92,14 +89,20 @@ class EnclosedCall:
         self.enclosure.calls.append(self)
         self.forgotten = False
         """The code that made the call has let go of it: no gradient of its results will come."""
-        self.recording = Scope(context, True, self)
-        self.silent = Scope(context, False, self)
         self.message: int | None = None
         """The send, if anything that left needs a gradient."""
         self.tensors: list[Tensor] = []
         """What left and needs a gradient, in the order of the gradients that come back."""
         self.recvs: list[Any] = []
         """The nodes of what arrived and needs a gradient."""
+
+    @property
+    def recording(self) -> Scope:
+        return Scope(self.context, True, self)
+
+    @property
+    def silent(self) -> Scope:
+        return Scope(self.context, False, self)
 
     def sent(self, message: int, tensors: list[Tensor]) -> None:
         self.message = message

@@ -2,26 +2,37 @@
 
 What comes while it waits is handled by the thread that reads it, without waking anyone, until the
 pass is over. One answer the caller reads itself (see `answer`): that of the worker that it engaged
-last.
+last. Where calls were made inside of nodes (see `enclosed`), it asks each worker that it engages
+from there, and reads the answers that those nodes wait for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from telegrad.autograd.backward import Part, engages
+from telegrad.autograd.backward import Part, Post, engages
+from telegrad.autograd.context import Context
+from telegrad.autograd.enclosed import Enclosure
 from telegrad.autograd.errors import PassFailed
 from telegrad.autograd.events import Event, Stalled, Stopped
 from telegrad.autograd.local import Run
-from telegrad.autograd.messages import History, Options, decode
+from telegrad.autograd.messages import History, Message, Options, decode
 from telegrad.autograd.participant import Abandoned, Participant
 from telegrad.autograd.plan import ROOTS, Edge, Source, State
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import RemoteTraceback
+
+if TYPE_CHECKING:
+    from telegrad.autograd.service import Autograd
+
+GLANCE = 0.05
+"""Seconds after which one who reads an answer looks for what others have brought."""
 
 
 class Initiator(Participant):
@@ -29,9 +40,12 @@ class Initiator(Participant):
 
     _driving = True
     _error: BaseException | None = None
-    _pending: Pending | None = None
-    _unread: Pending | None = None
-    """The same, until it is settled who reads the answer."""
+
+    def __init__(self, service: Autograd, context: Context, pass_id: int) -> None:
+        super().__init__(service, context, pass_id)
+        self._asked: list[Pending] = []
+        self._unread: dict[int, Pending] = {}
+        """The same by worker, until it is settled who reads the answer."""
 
     def lead(
         self,
@@ -54,18 +68,12 @@ class Initiator(Participant):
             self._drive()
         self._see_through(part)
 
-    def open(
-        self,
-        roots: Sequence[Tensor],
-        options: Options,
-        history: History,
-        timeout: float | None = None,
-    ) -> Run:
+    def open(self, options: Options, history: History, timeout: float | None = None) -> Run:
         """Begin a pass whose local part is done by the caller, who works with the run."""
         if timeout is not None:
             self._timeout, self._deadline = timeout, self._node.runtime.now() + timeout
         try:
-            self._join(options, history, (_root_source(roots),))
+            self._join(options, history, (_enclosed_source(self.context.enclosures),))
         except BaseException as error:
             self.give_up(error)
             raise
@@ -93,8 +101,9 @@ class Initiator(Participant):
         """The caller of `backward` has done its share: wait for the end, and say how it was."""
         try:
             unread = self._take_unread()
-            if unread is not None:
-                self._await_answer(part, unread)
+            self._let_others_read(unread[:-1])
+            for pending in unread[-1:]:
+                self._await_answer(part, pending)
             self._await_end(part)
         except BaseException as error:
             self.deliver(self._worker, Stopped(error))
@@ -114,32 +123,57 @@ class Initiator(Participant):
         self._deliver_answer(pending)
 
     def _deliver_answer(self, pending: Pending) -> None:
+        for message in self._said(pending):
+            self.deliver(pending.callee.id, message)
+
+    def _said(self, pending: Pending) -> list[Message]:
+        """What a worker that was asked has answered, if it had anything to say."""
         node = self._node
         if pending.frame is None and (pending.error is None or node.is_lost(pending.callee.id)):
-            return  # The pass has ended without it, or is about to.
+            return []  # The pass has ended without it, or is about to.
         payload = node.outcome(pending)
-        if payload is not None:
-            self.deliver(pending.callee.id, decode(payload)[2])
+        return [] if payload is None else [decode(payload)[2]]
 
-    def _take_unread(self) -> Pending | None:
+    def _take_unread(self) -> list[Pending]:
         with self._lock:
-            unread, self._unread = self._unread, None
+            unread, self._unread = list(self._unread.values()), {}
         return unread
 
     def _about_to_wait(self) -> None:
-        """The caller of `backward` drives, and waits for what the answer may bring: it cannot read
-        it as well."""
-        unread = self._take_unread()
-        if unread is not None:
-
-            def read() -> None:
-                try:
-                    self._deliver_answer(unread)
-                except BaseException as error:
-                    self.deliver(self._worker, Stopped(error))
-
-            self._node.when_settled(unread, read)
+        self._let_others_read(self._take_unread())
         super()._about_to_wait()
+
+    def _let_others_read(self, unread: Sequence[Pending]) -> None:
+        """The caller of `backward` drives, or reads another answer, and waits for what these may
+        bring: it cannot read them as well."""
+
+        def read(pending: Pending) -> None:
+            try:
+                self._deliver_answer(pending)
+            except BaseException as error:
+                self.deliver(self._worker, Stopped(error))
+
+        for pending in unread:
+            self._node.when_settled(pending, partial(read, pending))
+
+    def _answer_of(self, worker: int, until: float) -> Sequence[tuple[int, Event]]:
+        """What a worker says that was asked: read on this thread, which waits for nothing else.
+
+        Meanwhile others may bring what somebody waits for, so it looks for that now and then.
+        """
+        with self._lock:
+            pending = self._unread.pop(worker, None)
+        if pending is None:
+            return ()
+        node = self._node
+        while not (pending.done or self._inbox) and (now := node.runtime.now()) < until:
+            node.transport.wait(pending, min(until, now + GLANCE))
+        if pending.done:
+            return [(worker, message) for message in self._said(pending)]
+        with self._lock:
+            self._unread[worker] = pending
+            batch, self._inbox = self._inbox, []
+        return batch
 
     def _await_end(self, part: Part) -> None:
         """Wait while those who bring messages drive."""
@@ -190,18 +224,32 @@ class Initiator(Participant):
         for place in reversed(range(len(posts))):
             if engages(posts[place].message):
                 self._send(posts[:place])
-                asked = self._service.ask(self.context, self.pass_id, posts[place])
-                self._pending = self._unread = asked
+                self._ask(posts[place], at_once=False)
                 posts = posts[place + 1 :]
                 break
         self._send(posts)
 
+    def _send_from_engine(self, posts: list[Post]) -> None:
+        """Where nodes make calls, they will then wait for what these messages bring back."""
+        for post in posts:
+            if self.context.enclosures and engages(post.message):
+                self._ask(post, at_once=True)
+            else:
+                self._send([post])
+
+    def _ask(self, post: Post, *, at_once: bool) -> None:
+        pending = self._service.ask(self.context, self.pass_id, post, at_once)
+        self._asked.append(pending)
+        with self._lock:
+            self._unread[post.to] = pending
+
     def _drive(self, batch: Sequence[tuple[int, Event]] = ()) -> None:
         super()._drive(batch)
-        if self._pending is not None:
+        if self._asked:
             part = self._part
             if part is not None and (part.ended or part.failure is not None):
-                self._node.drop(self._pending)
+                for pending in self._asked:
+                    self._node.drop(pending)
 
 
 def _root_source(roots: Sequence[Tensor]) -> Source:
@@ -211,3 +259,14 @@ def _root_source(roots: Sequence[Tensor]) -> Source:
         edges.append((root.grad_fn, root.output_nr))
         gradients.append(torch.ones_like(root))
     return Source(ROOTS, edges, None, State.GRADIENT, gradients)
+
+
+_ZERO = torch.zeros(())
+
+
+def _enclosed_source(enclosures: Sequence[Enclosure]) -> Source:
+    """The roots of a caller that does the local part: all of it is in its enclosures."""
+    source = Source(ROOTS, [(enclosure.leaf, 0) for enclosure in enclosures])
+    source.state = State.GRADIENT
+    source.gradients = [_ZERO] * len(enclosures)
+    return source

@@ -24,7 +24,6 @@ from telegrad.autograd.answer import Answer
 from telegrad.autograd.backward import (
     Part,
     Post,
-    acknowledges,
     check_gradients,
     fit,
     merge_ack,
@@ -183,6 +182,10 @@ class Participant:
             batch, self._inbox = self._inbox, []
         return batch
 
+    def _answer_of(self, worker: int, until: float) -> Sequence[tuple[int, Event]]:
+        """What a worker says that was asked, if any was."""
+        return ()
+
     # Outlet of the run: called from inside the engine.
 
     def gradient(self, message: int, gradients: Sequence[Tensor | None]) -> None:
@@ -192,7 +195,10 @@ class Participant:
         if self._run.brief:
             self._held += posts
         else:
-            self._send(posts)
+            self._send_from_engine(posts)
+
+    def _send_from_engine(self, posts: list[Post]) -> None:
+        self._send(posts)
 
     def absent(self, message: int) -> None:
         assert self._part is not None
@@ -215,11 +221,16 @@ class Participant:
     def wait_enclosed(self, source: Source) -> None:
         part = self._part
         assert part is not None
-        self._send(part.rest(self._partners))
+        assert source.record is not None
+        # Only this worker is waited for; whom it waits for itself, it tells.
+        worker = source.record.peer
+        self._send(part.rest((worker,)))
         runtime = self._node.runtime
         while source.state is State.PENDING:
             until = min(self._deadline, self._patience_ends(part))
-            batch = self._next(None if until == math.inf else until - runtime.now())
+            batch = self._answer_of(worker, until)
+            if not batch:
+                batch = self._next(None if until == math.inf else until - runtime.now())
             self._handle_all(batch)
             if part.failure is not None:
                 raise Abandoned
@@ -412,7 +423,7 @@ class Participant:
     def _send(self, posts: list[Post]) -> None:
         answer = self._answer
         for post in posts:
-            if answer is not None and post.to == answer.asker and acknowledges(post.message):
+            if answer is not None and answer.takes(post):
                 answer.give(encode(self.context.id, self.pass_id, post.message))
                 self._answer = answer = None
             else:

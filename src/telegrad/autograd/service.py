@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from telegrad.autograd.answer import Answer
@@ -36,6 +36,8 @@ from telegrad.autograd.releases import Releases
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.references import ReferenceId
 
+AT_ONCE = "autograd.pass.at_once"
+"""A message of a pass that is a call, of one who waits for the first answer (see `answer`)."""
 TOPIC_RELEASE = "autograd.release"
 TOPIC_HOLDER = "autograd.holder"
 STALL_TIME = 5.0
@@ -54,7 +56,8 @@ class Autograd:
         node.on_post(TOPIC, self._on_pass_message)
         node.on_post(TOPIC_RELEASE, self._on_release)
         node.on_post(TOPIC_HOLDER, self._on_holder)
-        node.on_operation(TOPIC, self._on_engage)
+        node.on_operation(TOPIC, partial(self._on_engage, at_once=False))
+        node.on_operation(AT_ONCE, partial(self._on_engage, at_once=True))
         node.on_operation(BACKWARD, self._on_backward)
         node.on_operation(DESCRIBE, self._on_describe)
         node.on_lost(self._on_lost)
@@ -152,10 +155,7 @@ class Autograd:
         initiator, history = self._initiate(context)
         opened = OpenPass(self, initiator)
         with opened.failing():
-            with torch.enable_grad():
-                anchors = [enclosure.anchor for enclosure in context.enclosures]
-                root = torch.stack([torch.zeros((), requires_grad=True), *anchors]).sum()
-            opened.run = initiator.open([root], options, history, timeout)
+            opened.run = initiator.open(options, history, timeout)
         engine_thread.running = opened.run
         return opened
 
@@ -207,13 +207,13 @@ class Autograd:
         if participant is not None:
             participant.deliver(sender, message)
 
-    def _on_engage(self, sender: int, payload: Any) -> Any:
-        """The initiator of a pass waits for what this worker has to say at its end."""
+    def _on_engage(self, sender: int, payload: Any, *, at_once: bool) -> Any:
+        """The initiator of a pass waits for what this worker has to say: at its end, or first."""
         context_id, pass_id, message = decode(payload)
         participant = self._participant(context_id, pass_id, sender)
         if participant is None:
             return None
-        answer = Answer(sender)
+        answer = Answer(sender, at_once)
         participant.deliver(sender, Asked(message, answer))
         return answer.result()
 
@@ -237,11 +237,13 @@ class Autograd:
         payload = encode(context.id, pass_id, post.message)
         self.node.post(post.to, TOPIC, payload, _scope(context, post.message))
 
-    def ask(self, context: Context, pass_id: int, post: Post) -> Pending:
+    def ask(self, context: Context, pass_id: int, post: Post, at_once: bool) -> Pending:
         """Send a message that engages, as a call."""
         payload = encode(context.id, pass_id, post.message)
+        if at_once:
+            payload = payload._replace(topic=AT_ONCE)
         scope = _scope(context, post.message)
-        pending: Pending = self.node.ask(post.to, TOPIC, payload, scope)
+        pending: Pending = self.node.ask(post.to, payload.topic, payload, scope)
         return pending
 
     def counts(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ node that waits for it.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import threading
@@ -30,6 +31,7 @@ from telegrad.rpc.errors import TelegradError
 
 _ids = itertools.count(1)
 _records: dict[int, tuple[Any, weakref.ref[Any]]] = {}
+atexit.register(_records.clear)  # What they release is still there then.
 
 
 def new_token(record: Any) -> Tensor:

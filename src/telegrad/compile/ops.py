@@ -79,13 +79,18 @@ def _context(token: Tensor) -> Any:
     return passes.context_of(token)
 
 
+_straight: dict[str, Callable[..., Any]] = {}
+
+
 def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def kernel(*args: Any) -> Any:
         with torch_private.above_autograd():
             return function(*args)
 
-    _library.impl(function.__name__, kernel, "CompositeExplicitAutograd")
+    name = function.__name__
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _straight[name] = kernel
     return function
 
 
@@ -421,3 +426,7 @@ for _name, _backward, _setup in (
     torch.library.register_autograd(
         f"telegrad::{_name}", _backward, setup_context=_setup, lib=_library
     )
+
+for _name, _python in _straight.items():
+    _first = _name in ("respond", "collect")
+    torch_private.go_straight(getattr(ops, _name).default, _python, 0 if _first else -1)

@@ -10,6 +10,7 @@ Each private call sits behind one small function here, and nowhere else. What is
 * Dynamo makes variables of objects by one method, and knows by then which it has seen.
 * Dynamo looks up how to trace `is` and `is not` in a table, and asks one method of each kind of
   object for its hash when the object is used as a key.
+* An operator holds the function that dispatches it, and calls that function.
 * The record that torch keeps of the types `ProcessGroup` and `DeviceMesh` has a place for a guard
   function, and says which of their methods are folded or traced.
 """
@@ -138,6 +139,46 @@ class above_autograd:
             _set_excluded(key, True)
 
 
+class _Straight:
+    """Stands for the function that dispatches an operator, and leaves it out where it adds nothing.
+
+    That is when a compiled function runs: nothing traces, fakes, profiles or differentiates. The
+    way through the dispatcher and back to Python costs more than many a kernel.
+    """
+
+    __slots__ = ("_dispatch", "_kernel", "_place")
+
+    def __init__(
+        self, dispatch: Callable[..., Any], kernel: Callable[..., Any], place: int
+    ) -> None:
+        self._dispatch = dispatch
+        self._kernel = kernel
+        self._place = place
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (
+            kwargs
+            or torch.is_grad_enabled()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._autograd._profiler_enabled()
+            or type(args[self._place]) is not Tensor
+        ):
+            return self._dispatch(*args, **kwargs)
+        return self._kernel(*args)
+
+    def __hash__(self) -> int:
+        return hash(self._dispatch)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self._dispatch == other
+
+
+def go_straight(operator: Any, kernel: Callable[..., Any], place: int) -> None:
+    """Have graphs call the kernel of an operator themselves. Its argument at `place` is a tensor,
+    by which those that only stand for others are known."""
+    operator._op = _Straight(operator._op, kernel, place)
+
+
 def hint_of(size: int | torch.SymInt) -> int:
     """A size as it is in the call that is traced now, without a guard on it."""
     if not isinstance(size, torch.SymInt):
@@ -237,7 +278,10 @@ def guard_identity(classes: tuple[type, ...]) -> None:
     def guarded(compare: Callable[..., Any]) -> Callable[..., Any]:
         def handler(tx: Any, args: Any, kwargs: Any) -> Any:
             values = [variable.get_real_python_backed_value() for variable in args]
-            if any(isinstance(value, classes) for value in values):
+            # What is compared with None is known by its type, which Dynamo guards by itself.
+            if all(value is not None for value in values) and any(
+                isinstance(value, classes) for value in values
+            ):
                 for variable in args:
                     if variable.source is not None:
                         guard = variable.source.make_guard(GuardBuilder.ID_MATCH)

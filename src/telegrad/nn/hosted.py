@@ -38,13 +38,12 @@ class HostedModule:
     def forward_under(
         self,
         grad: bool,
-        autocast: bool,
-        dtype: torch.dtype,
+        autocast: torch.dtype | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """As `forward`, for callers that were compiled."""
-        regions = (Autocast("cpu", dtype, True),) if autocast else ()
+        regions = () if autocast is None else (Autocast("cpu", autocast, True),)
         return self.forward(Ambient(grad, regions), args, kwargs)
 
     def prepared(self, value: Any) -> Any:

@@ -47,13 +47,10 @@ def leaving_out_remote_modules() -> Iterator[None]:
         _left_out.reset(token)
 
 
-def _modes() -> tuple[bool, bool, torch.dtype]:
+def _modes() -> tuple[bool, torch.dtype | None]:
     """What `ambient` says, in what Dynamo can trace; whether there is a context, it cannot know."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-    )
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return torch.is_grad_enabled(), autocast
 
 
 class RemoteModule(nn.Module):

@@ -167,10 +167,13 @@ def hops(count: int) -> Callable[[], object]:
 
 
 CASES = (
-    Case("calls in flight", 1 << 14, calls_in_flight),
+    # A worker takes 16,384 calls of another at a time, and one more is needed to let them go.
+    Case("calls in flight", 1 << 12, calls_in_flight),
     Case("contexts open", 1 << 12, contexts_open),
     Case("references held", 1 << 14, references_held),
-    Case("nodes of a graph", 1 << 16, graph_nodes),
+    # torch frees nodes that Python has looked at one inside of the other: a chain of some 40,000
+    # overflows the stack.
+    Case("nodes of a graph", 1 << 14, graph_nodes),
     Case("hops of one pass", 1 << 10, hops),
 )
 

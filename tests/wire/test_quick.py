@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ NOT_SO = [
     Parcel("a.topic", b"x", [weights(), torch.ones(1)]),
     Parcel("t" * 300, b"x", []),
     Parcel("ä", b"x", []),
+]
+
+
+LIKE_A_CALL = [
+    (echo, None, {}),
+    (echo, 0, {}),
+    (echo, [], {}),
+    (echo, 5, {}),
+    (echo, weights(), {}),
+    (echo, weights(), weights()),
+    (echo, (), weights()),
+    (echo, (5,), {}),
 ]
 
 
@@ -164,3 +177,30 @@ def test_damaged_messages_are_taken_or_refused_as_without_short_cuts(
             patch.setattr(codec, "quick_unpack", lambda *_: NOT_QUICK)
             without = [outcome(meta, buffers, trust) for meta, buffers in damaged]
         assert with_short_cuts == without, f"seed {seed}"
+
+
+@pytest.mark.parametrize("value", LIKE_A_CALL, ids=range(len(LIKE_A_CALL)))
+def test_a_result_that_resembles_a_call_arrives_as_it_left(value: Any) -> None:
+    packed = pack(value)
+    assert shown(unpack(packed.meta, buffers_of(packed))) == shown(value)
+
+
+def test_a_module_that_fails_when_it_is_imported_makes_its_message_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "fails_to_import.py").write_text("raise RuntimeError('no such device')")
+    name = b"fails_to_import:function"
+    call = bytes((0, 0, Tag.TUPLE, 3, Tag.NAMED, len(name))) + name
+    call += bytes((Tag.TUPLE, 0, Tag.DICT, 0))
+    with pytest.raises(CodecError, match=r"cannot be looked up .* RuntimeError: no such device"):
+        unpack(call, [])
+
+
+def test_a_tensor_whose_storage_was_given_back_is_refused() -> None:
+    pack(weights())
+    for wrapped in (lambda tensor: tensor, lambda tensor: [tensor]):
+        freed = weights()
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(codec.Unpackable, match="resized to nothing"):
+            pack(wrapped(freed))

@@ -127,6 +127,11 @@ def object_named(name: str, trust: Trust) -> object:
             f"{name} is not found on this worker ({error}); both ends need the same code, and "
             f"what the main script defines is known only to workers that run the same script"
         ) from error
+    except Exception as error:
+        # From the code of the module that is imported, or of a class that computes attributes.
+        raise CodecError(
+            f"{name} cannot be looked up on this worker: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _imported(name: str) -> ModuleType:

@@ -57,12 +57,13 @@ def quick_pack(obj: Any, trust: Trust) -> Packed | None:
         tensor, tree = obj, _TENSOR
     elif kind is tuple and len(obj) == 3:
         target, args, kwargs = obj
-        if type(target) is not FunctionType or kwargs or type(kwargs) is not dict:
+        # Types first: a result of three parts may hold anything, tensors without a truth included.
+        if type(target) is not FunctionType or type(args) is not tuple or type(kwargs) is not dict:
+            return None
+        if kwargs or len(args) > 1:
             return None
         end = _WITHOUT
         if args:
-            if len(args) > 1 or type(args) is not tuple or type(args[0]) is not Tensor:
-                return None
             tensor, end = args[0], _WITH_ONE
         name = name_of(target, trust)
         if len(name) >= SHORT or not name.isascii():
@@ -86,7 +87,10 @@ def quick_pack(obj: Any, trust: Trust) -> Packed | None:
         return None
     if tensor.is_neg() or torch_private.is_zero_tensor(tensor):
         return None
-    held = (ctypes.c_char * layout.nbytes).from_address(tensor.data_ptr())
+    address = tensor.data_ptr()
+    if not address:
+        return None
+    held = (ctypes.c_char * layout.nbytes).from_address(address)
     head = _ONE_TENSOR[tensor.requires_grad]
     return Packed(b"".join((head, layout.header, tree)), [tensor], [memoryview(bytes(held))])
 

@@ -130,6 +130,8 @@ def _write_strided(
     tensor: torch.Tensor, flags: int, out: bytearray, buffers: list[memoryview]
 ) -> None:
     layout = layout_of(tensor)
+    if layout.nbytes and not tensor.data_ptr() and not torch_private.is_zero_tensor(tensor):
+        raise ValueError("its storage was resized to nothing; send it while it has its elements")
     if layout.castable:
         try:
             array = (tensor.detach() if flags & REQUIRES_GRAD else tensor).numpy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.rpc import rendezvous
 from telegrad.rpc.errors import InvalidWorker
 from telegrad.rpc.rendezvous import Rendezvous
 from telegrad.wire.keys import JobKeyError
@@ -625,3 +627,24 @@ def test_a_process_that_exits_while_a_call_runs_keeps_its_exit_code(tmp_path: Pa
     command = [sys.executable, "-c", EXITS_DURING_A_CALL, str(tmp_path / "meeting")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (3, "")
+
+
+def join_while_the_directory_goes(name: str, port: int) -> None:
+    """Another worker that leaves takes the directory along, before this one listens in it."""
+    host_id = rendezvous.host_id
+
+    def host_id_after_loss(directory: Path) -> str:
+        rendezvous.host_id = host_id
+        shutil.rmtree(directory)
+        return host_id(directory)
+
+    rendezvous.host_id = host_id_after_loss
+    join(name, None, None, port)
+
+
+def test_a_worker_whose_directory_goes_before_it_listens_has_a_job(start: Start) -> None:
+    store = serve_store()
+    a, b = start(), start()
+    a.do(join_while_the_directory_goes, "a", store.port)
+    b.do(join, "b", None, None, store.port)
+    assert b.do(call, "a", functions.who_am_i) == "a"

@@ -61,6 +61,7 @@ KNOWN_TO_ALL = 1024
 LOOKED_AFTER = 16
 """In a larger one: so many others each knows from the start."""
 PATIENCE_WITH_LEAVING = 5.0
+TIMES_TO_MAKE_DIRECTORY = 20
 
 
 def check_rank(name: str, rank: int, world_size: int) -> None:
@@ -167,7 +168,21 @@ class Rendezvous:
         plaintext: bool,
         transports: Collection[str],
     ) -> Meeting:
-        directory = job_directory(job)
+        """Listen in the job's directory, and make it again while those who leave take it along."""
+        for _ in range(TIMES_TO_MAKE_DIRECTORY):
+            with contextlib.suppress(FileNotFoundError):
+                return self._listen_in(job_directory(job), job, key, host, plaintext, transports)
+        return self._listen_in(job_directory(job), job, key, host, plaintext, transports)
+
+    def _listen_in(
+        self,
+        directory: Path,
+        job: str,
+        key: JobKey,
+        host: str | None,
+        plaintext: bool,
+        transports: Collection[str],
+    ) -> Meeting:
         remove_abandoned(directory.parent)
         meeting = Meeting(key, job, self.incarnation, host_id(directory), directory)
         meeting.plaintext = plaintext
@@ -505,12 +520,12 @@ def _write_key(job: str, key: JobKey) -> None:
 
 
 def _read_key(job: str) -> JobKey | None:
-    path = _key_file(job)
+    directory = job_directory(job)
     try:
-        return JobKey(bytes.fromhex(path.read_text()))
+        return JobKey(bytes.fromhex((directory / KEY_FILE).read_text()))
     except OSError:
         with contextlib.suppress(OSError):
-            path.parent.rmdir()
+            directory.rmdir()
         return None
 
 

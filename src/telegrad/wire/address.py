@@ -16,6 +16,7 @@ process may ask for. Those of Unix sockets do not grow, so they are set.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import ipaddress
@@ -41,6 +42,10 @@ class Unreachable(ConnectionError):
 
 class CannotListen(OSError):
     """This worker cannot listen where it was told to."""
+
+
+class DirectoryGone(CannotListen, FileNotFoundError):
+    """The directory of a socket is not there, or not any more."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +174,12 @@ def job_directory(job: str) -> Path:
     name = "telegrad-" + hashlib.sha256(job.encode()).hexdigest()[:16]
     for parent in _runtime_directories(len(name)):
         directory = parent / name
-        directory.mkdir(mode=0o700, exist_ok=True)
-        _check_directory(directory)
-        return directory
+        while True:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            # Others of the job may remove it as they leave.
+            with contextlib.suppress(DirectoryGone):
+                _check_directory(directory)
+                return directory
     raise CannotListen(_NO_DIRECTORY)
 
 
@@ -207,6 +215,8 @@ def _runtime_directories(name_bytes: int) -> Iterator[Path]:
 def _check_directory(directory: Path) -> None:
     try:
         status = os.lstat(directory)
+    except FileNotFoundError:
+        raise DirectoryGone(f"the socket directory {directory} does not exist") from None
     except OSError as error:
         raise CannotListen(
             f"the socket directory {directory} cannot be used: {error.strerror}"
@@ -239,7 +249,8 @@ def _listen_unix(address: UnixAddress) -> socket.socket:
                 f"{address} exists already: another worker listens there, or one that was killed "
                 "left it behind; choose another name, or remove the file"
             ) from None
-        raise CannotListen(f"cannot listen at {address}: {error.strerror}") from None
+        kind = DirectoryGone if error.errno == errno.ENOENT else CannotListen
+        raise kind(f"cannot listen at {address}: {error.strerror}") from None
     return listener
 
 

@@ -39,6 +39,7 @@ from telegrad.autograd import torch_private
 from telegrad.autograd.crossing import anchor, engine_thread
 from telegrad.autograd.enclosed import Enclosure, leaves_of
 from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.freeing import LARGE, free_without_recursion
 from telegrad.autograd.leaves import Gradients, accumulating_for_real, add
 from telegrad.autograd.plan import (
     ROOTS,
@@ -122,6 +123,8 @@ class Run:
         self._create = create_graph
         self._enclosing = leaves_of(enclosures) if enclosures else {}
         self._groups, self._nodes = form_groups(sources, self._enclosing)
+        if len(self._nodes) > LARGE:
+            free_without_recursion(self._nodes)
         if self._retain:
             torch_private.keep_compiled_nodes_usable(self._nodes)
         if torch_private.hooks_of_compiled_modules.ever:

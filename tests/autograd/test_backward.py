@@ -196,12 +196,22 @@ def test_a_part_depends_on_its_partners_until_it_has_reported() -> None:
     [
         Begin(Options(True, False, Mode.FAST), History(5, (1, 2))),
         Absent((1, 2, 1 << 60)),
+        Absent(tuple(range(70_000))),
         Ack(),
         Fail(FAILURE),
     ],
+    ids=lambda message: type(message).__name__,
 )
 def test_a_message_is_read_as_it_was_written(message: Message) -> None:
     assert decode(encode(3, 4, message)) == (3, 4, message)
+
+
+def test_any_number_of_tensors_may_have_gradients_in_one_message() -> None:
+    one = torch.ones(1)
+    parcel = encode(3, 4, Gradient(Options(), History(), False, 5, [None, one] * 40_000))
+    _, _, read = decode(parcel)
+    assert isinstance(read, Gradient)
+    assert read.gradients == [None, one] * 40_000
 
 
 @pytest.mark.parametrize("engages", [True, False])

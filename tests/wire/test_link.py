@@ -82,6 +82,15 @@ def test_frames_arrive_whole_and_in_order(kind: str) -> None:
     assert (third.kind, third.call_id, third.meta) == (Kind.REPLY, 7, b"m" * 70_000)
 
 
+def test_a_note_of_a_message_with_very_many_tensors_arrives() -> None:
+    a, b = links()
+    note = bytes(range(256)) * 300
+    a.send(Kind.CALL, 1, b"meta", note=note)
+    a.send(Kind.POST, 0, b"next")
+    first, second = receive(b), receive(b)
+    assert (first.note, first.meta, second.meta) == (note, b"meta", b"next")
+
+
 @pytest.mark.parametrize("count", [0, 1, 1000, LARGE, 3_000_000])
 def test_buffers_arrive_as_they_were(count: int) -> None:
     a, b = links()
@@ -354,6 +363,7 @@ BAD = {
     "unknown kind": HEADER.pack(77, 0, 0, 0, 0, 0, 0, 1, 0, 1),
     "oversized frame": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 0, 1 << 50, 1, 0, 1),
     "oversized metadata": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 1 << 31, 1 << 32, 1, 0, 1),
+    "oversized note": HEADER.pack(Kind.CALL, 0, 1 << 31, 0, 0, 0, 1 << 32, 1, 0, 1),
     "too many rows": HEADER.pack(Kind.CALL, 0, 0, 1 << 31, 0, 0, 1 << 36, 1, 0, 1),
     "parts longer than frame": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 9, 3, 1, 0, 1) + b"abc",
     "frame longer than parts": HEADER.pack(Kind.CALL, 0, 0, 0, 0, 1, 3, 1, 0, 1) + b"abc",

@@ -127,10 +127,9 @@ TOPIC = "autograd.pass"
 
 _BEGIN, _GRADIENT, _ABSENT, _ACK, _FAIL = range(5)
 _ENGAGES, _ACKNOWLEDGES = 8, 16
-_HEAD = Struct("<BBHHQQQQ")
-_NONE = 0xFFFF
+_HEAD = Struct("<BBIIQQQQ")
+_NONE = 0xFFFFFFFF
 """Stands for an absent gradient where tensors are numbered."""
-_MOST = _NONE
 _SMALL = 4096
 
 
@@ -177,22 +176,17 @@ def _encode_gradient(context_id: int, pass_id: int, message: Gradient) -> Parcel
     if count == 1 and gradients[0] is not None:
         tensors.append(gradients[0])
     else:
-        places, tensors = _numbered(gradients, number)
-        head += pack(f"<{count}H", *places)
+        places, tensors = _numbered(gradients)
+        head += pack(f"<{count}I", *places)
     if not options.create_graph:
         for place, tensor in enumerate(tensors):
             tensors[place] = _compact(tensor)
     return Parcel(TOPIC, head, tensors)
 
 
-def _numbered(gradients: Sequence[Tensor | None], message: int) -> tuple[list[int], list[Tensor]]:
+def _numbered(gradients: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
     """The tensors, each once, and for each place which of them it has."""
     tensors = list({id(g): g for g in gradients if g is not None}.values())
-    if len(gradients) > _MOST:
-        raise AutogradError(
-            f"Message {message} has {len(gradients)} tensors that need gradient; more than "
-            f"{_MOST} cannot be sent in one message. Send them in several calls."
-        )
     number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
     return [_NONE if g is None else number_of[id(g)] for g in gradients], tensors
 
@@ -232,8 +226,8 @@ def decode(parcel: Any) -> tuple[int, int, Message]:
 def _placed(parcel: Parcel, width: int, at: int, number: int) -> list[Tensor | None]:
     """The gradients of several tensors: some may be absent, or the same."""
     tensors = parcel.tensors
-    if len(parcel.data) == at + 2 * width:
-        places = unpack_from(f"<{width}H", parcel.data, at)
+    if len(parcel.data) == at + 4 * width:
+        places = unpack_from(f"<{width}I", parcel.data, at)
         if {*range(len(tensors))} == {*places} - {_NONE}:
             return [None if place == _NONE else tensors[place] for place in places]
     raise AutogradError(

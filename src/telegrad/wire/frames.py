@@ -5,8 +5,10 @@
 The header has a fixed size and says how many bytes follow it. The buffer table has one row per
 tensor buffer: its length, and where it is: `INLINE`, at an offset in the sender's arena, or on its
 way through the connection's process group under a tag (`GROUP` and the tag). Freed
-slots are arena offsets that the sender of this frame gives back to its receiver. The note is small
-and belongs to the layer above the calls (autograd); the meta is what the codec wrote.
+slots are arena offsets that the sender of this frame gives back to its receiver. The note belongs
+to the layer above the calls (autograd) and has a few bytes per tensor; the meta is what the codec
+wrote. No number of a frame that the codec has made may exceed its field: a frame that fails after
+it was numbered leaves a gap that ends the session.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from enum import IntEnum
 from telegrad.wire.errors import CodecError
 from telegrad.wire.primitives import ByteBuffer
 
-HEADER = struct.Struct("<BBHIIIQQQQ")
+HEADER = struct.Struct("<BB2xIIIIQQQQ")
 HEADER_SIZE = HEADER.size
 INLINE = (1 << 64) - 1
 GROUP = 1 << 63
@@ -95,9 +97,10 @@ def check_header(
         raise CodecError(
             f"a frame with {max(buffers, freed)} rows passes the limit {limits.buffers}"
         )
-    if meta_length > limits.meta_bytes:
+    if note_length + meta_length > limits.meta_bytes:
         raise CodecError(
-            f"a frame with {meta_length} bytes of metadata passes the limit {limits.meta_bytes}"
+            f"a frame with {note_length + meta_length} bytes of metadata passes the limit "
+            f"{limits.meta_bytes}"
         )
     if total > limits.frame_bytes:
         raise CodecError(f"a frame of {total} bytes passes the limit {limits.frame_bytes}")

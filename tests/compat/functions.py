@@ -26,6 +26,22 @@ class Precise(Exception):
         self.code = code
 
 
+def fail_with(error: Exception) -> None:
+    raise error
+
+
+class Unusual(LookupError):
+    """An error of a user, with an attribute beside its words."""
+
+    hint: str = ""
+
+
+def fail_unusually() -> None:
+    error = Unusual("nowhere")
+    error.hint = "look elsewhere"
+    raise error
+
+
 def fail_precisely() -> None:
     raise Precise(7, "out of range")
 

@@ -28,6 +28,42 @@ def test_an_error_that_words_do_not_make_arrives_as_a_runtime_error(alone: Modul
         alone.rpc_sync("me", functions.fail_precisely)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("k"), FileNotFoundError(2, "nope", "f.txt"), AssertionError(), StopIteration(3)],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_of_its_own_class_and_a_runtime_error_as_of_stock(
+    alone: ModuleType, error: Exception
+) -> None:
+    with pytest.raises(RuntimeError) as told:
+        alone.rpc_sync("me", functions.fail_with, args=(error,))
+    assert isinstance(told.value, type(error))
+    assert type(told.value).__name__ == type(error).__name__
+    assert str(told.value) == str(error)
+    with pytest.raises(type(error)):
+        alone.rpc_async("me", functions.fail_with, args=(error,)).wait()
+    with pytest.raises(type(error)):
+        alone.remote("me", functions.fail_with, args=(error,)).to_here()
+
+
+def test_an_error_that_passes_two_workers_keeps_its_class_and_attributes(alone: ModuleType) -> None:
+    call = ("me", functions.fail_unusually)
+    with pytest.raises(RuntimeError, match="nowhere") as told:
+        alone.rpc_sync("me", alone.rpc_sync, args=call)
+    assert isinstance(told.value, functions.Unusual)
+    assert told.value.hint == "look elsewhere"
+
+
+@pytest.mark.parametrize("error", [ValueError("v"), TypeError("t")])
+def test_errors_that_stock_gives_as_such_are_no_runtime_errors(
+    alone: ModuleType, error: Exception
+) -> None:
+    with pytest.raises(type(error)) as told:
+        alone.rpc_sync("me", functions.fail_with, args=(error,))
+    assert type(told.value) is type(error)
+
+
 def test_an_operator_with_wrong_arguments_fails_in_the_words_of_torch(alone: ModuleType) -> None:
     with pytest.raises(RuntimeError, match=r"failed to match any schema: add\(\) received"):
         alone.rpc_sync("me", torch.add)

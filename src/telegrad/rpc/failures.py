@@ -94,8 +94,8 @@ def _forms_of(error: BaseException, trust: Trust) -> list[Form]:
         return [whole]
     in_parts = None
     if trust is Trust.CODE and isinstance(error, Exception):
-        args, state = _parts_of(error)
-        in_parts = _form((type(error), args, _sendable(state)), trust)
+        args, state = parts_of(error)
+        in_parts = _form((type(error), args, sendable(state)), trust)
     return [form for form in (whole, in_parts) if form is not None]
 
 
@@ -119,13 +119,13 @@ def _written_in_c(kind: type[BaseException]) -> Any:
     return next(each for each in kind.__mro__ if not each.__flags__ & _MADE_BY_A_STATEMENT)
 
 
-def _parts_of(error: Exception) -> tuple[tuple[Any, ...], dict[str, object]]:
+def parts_of(error: Exception) -> tuple[tuple[Any, ...], dict[str, object]]:
     """Arguments and attributes, without asking code of the error's own class."""
     _, args, *state = _written_in_c(type(error)).__reduce__(error)
     return args, state[0] if state else {}
 
 
-def _sendable(state: dict[str, object]) -> dict[str, object]:
+def sendable(state: dict[str, object]) -> dict[str, object]:
     kept, left_out = {}, []
     for name, value in state.items():
         try:
@@ -147,13 +147,13 @@ def _rebuilt(form: Any, trust: Trust) -> Exception | None:
             return None
         value = unpack(meta, [bytearray(buffer) for buffer in buffers], None, trust)
         if trust is Trust.CODE and type(value) is tuple:
-            value = _put_together(*value)
+            value = put_together(*value)
     except Exception:
         return None
     return value if isinstance(value, Exception) else None
 
 
-def _put_together(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+def put_together(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
     if not issubclass(kind, Exception):
         raise TypeError(f"{kind!r} is no class of errors")
     built_in = _written_in_c(kind)

@@ -1,10 +1,11 @@
 """Functions on their way, as torch RPC sends them.
 
-A function travels inside of a `Udf`. It differs from telegrad's own way in four stock habits: the
-callee prints the error of a function to its standard error, an error of a class that cannot be made
-of a message alone arrives as a `RuntimeError` with its words, so does that of an operator with
-wrong arguments, and a function that the callee does not have fails when it is to run, with the
-words that users search for.
+A function travels inside of a `Udf`. It differs from telegrad's own way in five stock habits: the
+callee prints the error of a function to its standard error, what it raises is a `RuntimeError` if
+it is no `ValueError` or `TypeError`, an error of a class that cannot be made of a message alone
+arrives as a `RuntimeError` with its words, so does that of an operator with wrong arguments, and a
+function that the callee does not have fails when it is to run, with the words that users search
+for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from telegrad.compat import stock
+from telegrad.compat.rpc.failures import as_runtime_error
 from telegrad.rpc.calls import describe_target
 from telegrad.rpc.functions import is_async_execution
 from telegrad.rpc.node import Passage, current_node
@@ -52,7 +54,11 @@ class Udf:
                 raise RuntimeError(f"{NO_SCHEMA}: {error}") from error
             if not _is_made_of_words(error):
                 raise RuntimeError(_described(error)) from error
-            raise
+            told = as_runtime_error(error)
+            if told is error:
+                raise
+            before = error.__cause__ or error.__context__
+            raise told.with_traceback(error.__traceback__) from before
 
     def __repr__(self) -> str:
         return describe_target(self.function)

@@ -254,3 +254,16 @@ def test_the_owner_runs_backward_for_a_reference(alone: ModuleType) -> None:
     assert torch.equal(leaf.grad, torch.full((2,), 3.0))
     with pytest.raises(RuntimeError, match="should contain a tensor"):
         alone.RRef("no tensor").backward()
+
+
+def test_a_call_under_no_grad_records_nothing_and_runs_without_grad(alone: ModuleType) -> None:
+    import torch.distributed.autograd as dist_autograd
+
+    leaf = torch.ones(2, requires_grad=True)
+    with dist_autograd.context(), torch.no_grad():
+        assert alone.rpc_sync("me", torch.is_grad_enabled) is False
+        assert not alone.rpc_sync("me", functions.add_one, args=(leaf,)).requires_grad
+
+
+def test_the_class_of_references_is_in_the_module_of_calls_too(alone: ModuleType) -> None:
+    assert alone.api.PyRRef is alone.PyRRef

@@ -20,6 +20,7 @@ from telegrad.compat.rpc.calls import Udf
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.compat.rpc.gather import AllGatherStates, Gatherings
 from telegrad.compat.rpc.internal import _internal_rpc_pickler
+from telegrad.compat.rpc.rref import PyRRef as PyRRef
 from telegrad.compat.rpc.rref import RRef, _type_on_owner, make_remote, seconds
 from telegrad.compat.stock import PythonUDF
 from telegrad.rpc import api as native

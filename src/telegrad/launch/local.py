@@ -199,11 +199,13 @@ def run_with(
         conduct.leave(True)
         processes.wait(_LEAVE_SECONDS)
     except BaseException as error:
-        processes.end()
-        del store
-        # A thread that still waits in C++ when the interpreter ends would abort the process.
-        joining.join(_LEAVE_SECONDS)
-        _leave_at_once(conduct, error)
+        try:
+            processes.end()
+            del store
+            # A thread that still waits in C++ when the interpreter ends would abort the process.
+            joining.join(_LEAVE_SECONDS)
+        finally:
+            _leave_at_once(conduct, error)
         if not isinstance(error, LaunchError):
             for ended in processes.failures():
                 error.add_note(str(ended))

@@ -101,7 +101,12 @@ class LocalProcesses:
             self._ending = True
         with contextlib.suppress(OSError):
             self._channel.send(EndWorkers())
-        self.wait(_END_SECONDS)
+        try:
+            self.wait(_END_SECONDS)
+        finally:  # a second Ctrl-C means: at once
+            self._end_at_once()
+
+    def _end_at_once(self) -> None:
         # Before the server is reaped its process id, which is the group's, cannot be reused.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._server.pid, signal.SIGKILL)

@@ -99,7 +99,8 @@ def test_a_worker_that_is_stopped_on_another_host_is_noticed_within_the_window(
     job["b"].signal(signal.SIGSTOP)
     stopped = time.monotonic()
     message, failed = waiting.result(30)
-    assert message == f"b: its process has been stopped for {LIVENESS:g} s"
+    # Another worker may have noticed it first, and told.
+    assert message.startswith(f"b: its process has been stopped for {LIVENESS:g} s")
     assert failed - stopped < LIVENESS + MARGIN
 
 
@@ -119,12 +120,12 @@ def test_a_worker_that_is_killed_on_another_host_is_noticed_at_once(
 def test_a_worker_that_computes_in_c_for_longer_than_the_window_is_not_lost(
     spread: Callable[..., SpreadJob], busy: str
 ) -> None:
-    job = spread(liveness=1.0)
+    job = spread(liveness=3.0)
     assert job["a"].do(heard_of, "b", "c")
     assert job["b"].do(heard_of, "a", "c")
     assert job["a"].do(call, "b", functions.who_am_i) == "b"
     assert job["b"].do(call, "a", functions.who_am_i) == "a"
-    assert job[busy].do(compute_in_c, 4.0) > 1.5
+    assert job[busy].do(compute_in_c, 6.0) > 4.0
     assert job["a"].do(call, "b", functions.who_am_i) == "b"
     for name in "abc":
         assert job[name].do(rpc.debug_info)["lost workers"] == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 from telegrad import rpc
@@ -22,6 +23,7 @@ def call_everyone() -> int:
     return sum(int(future.wait()) for future in futures)
 
 
+@pytest.mark.slow
 def test_sixty_four_workers_start_call_all_to_all_and_leave(nursery: Nursery) -> None:
     store = serve_store()
     started = time.monotonic()

@@ -7,6 +7,7 @@ import math
 import operator
 import re
 import threading
+import types
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -183,6 +184,8 @@ def _name_of(function: Any) -> str:
         exported,
         int,
         type,
+        type(None),
+        types.FunctionType,
     ],
     ids=_name_of,
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType, ModuleType
@@ -187,3 +188,6 @@ def _candidates(target: Any) -> Iterator[str]:
     for attribute in ("__qualname__", "__name__"):
         if name := getattr(target, attribute, None):
             yield f"{module}:{name}"
+    if isinstance(target, type):
+        # The class of None, and others that say they are builtins, have their names in `types`.
+        yield from (f"types:{name}" for name, each in vars(types).items() if each is target)

@@ -168,32 +168,29 @@ class Rendezvous:
         plaintext: bool,
         transports: Collection[str],
     ) -> Meeting:
-        """Listen in the job's directory, and make it again while those who leave take it along."""
-        for _ in range(TIMES_TO_MAKE_DIRECTORY):
-            with contextlib.suppress(FileNotFoundError):
-                return self._listen_in(job_directory(job), job, key, host, plaintext, transports)
-        return self._listen_in(job_directory(job), job, key, host, plaintext, transports)
-
-    def _listen_in(
-        self,
-        directory: Path,
-        job: str,
-        key: JobKey,
-        host: str | None,
-        plaintext: bool,
-        transports: Collection[str],
-    ) -> Meeting:
-        remove_abandoned(directory.parent)
-        meeting = Meeting(key, job, self.incarnation, host_id(directory), directory)
+        meeting = self._listen_on_this_host(job, key, unix="unix" in transports)
         meeting.plaintext = plaintext
         meeting.tensors = self._tensors
-        path = directory / f"{self.info.id}-{self.incarnation & 0xFFFFFF:x}.sock"
-        if "unix" in transports:
-            meeting.listen(UnixAddress(str(path)))
         if "tcp" in transports and host is not None:
             meeting.listen(TcpAddress(host, 0, tls=not plaintext and not is_loopback(host)))
             if not is_loopback(host):
                 meeting.have_company(host)
+        return meeting
+
+    def _listen_on_this_host(self, job: str, key: JobKey, unix: bool) -> Meeting:
+        """Listen in the job's directory, and make it again while those who leave take it along."""
+        for left in reversed(range(TIMES_TO_MAKE_DIRECTORY)):
+            directory = job_directory(job)
+            remove_abandoned(directory.parent)
+            path = directory / f"{self.info.id}-{self.incarnation & 0xFFFFFF:x}.sock"
+            try:
+                meeting = Meeting(key, job, self.incarnation, host_id(directory), directory)
+                if unix:
+                    meeting.listen(UnixAddress(str(path)))
+                break
+            except FileNotFoundError:
+                if not left:
+                    raise
         return meeting
 
     def _found_job(self, key: JobKey | None) -> tuple[str, JobKey]:

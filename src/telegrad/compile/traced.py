@@ -108,6 +108,30 @@ def _needs(tensors: list[Tensor]) -> list[bool]:
     return [tensor.requires_grad for tensor in tensors]
 
 
+def _located(
+    to: Any, function: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None, timeout: Any
+) -> tuple[str, Any, Split]:
+    """The key under which a call is known, who runs it, and the tensors and numbers in it."""
+    found = Split()
+    template = split((tuple(args or ()), kwargs or {}), found)
+    key, owner = locate(_plain(to), function, template, timeout)
+    return key, owner, found
+
+
+def _operands(found: Split) -> tuple[Any, ...]:
+    """What a call as a node of the graph takes besides its key."""
+    return (
+        found.tensors,
+        found.ints,
+        _needs(found.tensors),
+        anchors.current,
+        torch.is_grad_enabled(),
+        found.shapes,
+        _state.context,
+        _state.order,
+    )
+
+
 def rpc_async(
     to: Any,
     function: Callable[..., Any],
@@ -115,9 +139,7 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
 ) -> TracedFuture:
-    found = Split()
-    template = split((tuple(args or ()), kwargs or {}), found)
-    key, _ = locate(_plain(to), function, template, timeout)
+    key, _, found = _located(to, function, args, kwargs, timeout)
     needs = _needs(found.tensors)
     token, order = ops.issue(
         key,
@@ -140,20 +162,8 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
 ) -> Any:
-    found = Split()
-    template = split((tuple(args or ()), kwargs or {}), found)
-    key, _ = locate(_plain(to), function, template, timeout)
-    _, outputs, order = ops.call(
-        key,
-        found.tensors,
-        found.ints,
-        _needs(found.tensors),
-        anchors.current,
-        torch.is_grad_enabled(),
-        found.shapes,
-        _state.context,
-        _state.order,
-    )
+    key, _, found = _located(to, function, args, kwargs, timeout)
+    _, outputs, order = ops.call(key, *_operands(found))
     _state.order = order
     return _result(result_template(key), outputs)
 
@@ -165,20 +175,8 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
 ) -> MadeRRef:
-    found = Split()
-    template = split((tuple(args or ()), kwargs or {}), found)
-    key, owner = locate(_plain(to), function, template, timeout)
-    token, value, order = ops.remote(
-        key,
-        found.tensors,
-        found.ints,
-        _needs(found.tensors),
-        anchors.current,
-        torch.is_grad_enabled(),
-        found.shapes,
-        _state.context,
-        _state.order,
-    )
+    key, owner, found = _located(to, function, args, kwargs, timeout)
+    token, value, order = ops.remote(key, *_operands(found))
     _state.order = order
     return MadeRRef(owner, token, tuple(value))
 

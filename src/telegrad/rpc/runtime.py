@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Protocol
 
 from telegrad.rpc.interrupts import may_be_interrupted
+from telegrad.wire.at_exit import leave_threads_behind
 
 
 class Condition(Protocol):
@@ -116,11 +117,13 @@ _all_threads: weakref.WeakSet[Threads] = weakref.WeakSet()
 
 @atexit.register
 def _await_rest() -> None:
-    """A thread that is inside of torch while the interpreter ends would abort the process."""
+    """A thread that is inside of torch while the interpreter ends is better awaited."""
     until = time.monotonic() + _PATIENCE_AT_EXIT
-    for threads in list(_all_threads):
+    everybody = list(_all_threads)
+    for threads in everybody:
         threads.close()
-        threads.await_rest(max(0, until - time.monotonic()))
+    if not all(threads.await_rest(max(0, until - time.monotonic())) for threads in everybody):
+        leave_threads_behind()
 
 
 class _Parked:

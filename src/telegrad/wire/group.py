@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from telegrad.wire import torch_private
+from telegrad.wire.at_exit import leave_threads_behind
 from telegrad.wire.frames import GROUP, INLINE
 from telegrad.wire.warm import warm
 
@@ -105,7 +106,9 @@ class _Backend:
             group.close()
         with self._changed:
             self._is_shut = True
-            self._changed.wait_for(lambda: not self._inside, _PATIENCE_AT_EXIT)
+            rest = self._changed.wait_for(lambda: not self._inside, _PATIENCE_AT_EXIT)
+        if not rest:
+            leave_threads_behind()
 
 
 _backend = _Backend()

@@ -1,0 +1,18 @@
+"""A process ends with its own exit code, whatever its threads are in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent / "scripts" / "exit_while_computing.py"
+
+
+def test_a_thread_that_computes_for_long_does_not_abort_the_process() -> None:
+    """It comes back from torch while the interpreter ends, and again and again: some do so by a
+    call, some by an autograd engine that runs nodes in Python."""
+    command = [sys.executable, str(SCRIPT), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "left\nlast word\n"
+    assert (done.returncode, done.stderr) == (3, "")

@@ -197,10 +197,11 @@ def test_a_module_that_fails_when_it_is_imported_makes_its_message_unreadable(
         unpack(call, [])
 
 
-def test_a_tensor_whose_storage_was_given_back_is_refused() -> None:
+@pytest.mark.parametrize("left", [0, 4])
+def test_a_tensor_whose_storage_was_given_back_is_refused(left: int) -> None:
     pack(weights())
     for wrapped in (lambda tensor: tensor, lambda tensor: [tensor]):
         freed = weights()
-        freed.untyped_storage().resize_(0)
-        with pytest.raises(codec.Unpackable, match="resized to nothing"):
+        freed.untyped_storage().resize_(left)
+        with pytest.raises(codec.Unpackable, match=f"resized to {left or 'no'} bytes"):
             pack(wrapped(freed))

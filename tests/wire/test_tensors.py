@@ -309,3 +309,37 @@ def test_shape_that_asks_for_more_than_its_buffer_is_refused() -> None:
         meta = packed.meta.replace((3).to_bytes(8, "little"), number.to_bytes(8, "little"))
         with pytest.raises(CodecError):
             unpack(meta, [bytearray(24)])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "whole",
+    [
+        lambda: torch.ones(1000),
+        lambda: torch.ones(1000)[1:],
+        lambda: torch.ones(1000, dtype=torch.bfloat16),
+        lambda: torch.ones(1000, dtype=torch.complex64).conj(),
+        lambda: torch.ones(1000, requires_grad=True),
+        lambda: torch.ones(100, 10).t(),
+        lambda: torch.ones(100, 1000)[:, 0],
+        lambda: torch.quantize_per_tensor(torch.ones(1000), 1.0, 0, torch.qint8),
+    ],
+    ids=["whole", "offset", "bfloat16", "lazy", "leaf", "strided", "column", "quantized"],
+)
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_nothing_is_read_beyond_a_storage_that_was_resized(whole: Any, shared: bool) -> None:
+    tensor = whole()
+    storage = tensor.untyped_storage()
+    storage.resize_(40)
+    message = [tensor, tensor.detach().view_as(tensor)] if shared else tensor
+    with pytest.raises(Unpackable, match="resized to 40 bytes"):
+        pack(message)
+    assert storage.nbytes() == 40
+
+
+def test_parts_of_a_sparse_tensor_are_not_read_beyond_their_storage() -> None:
+    values = torch.ones(3)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1, 2]]), values, (5,), check_invariants=True)
+    torch_private.coo_parts(sparse)[1].untyped_storage().resize_(4)
+    with pytest.raises(Unpackable, match="resized to 4 bytes"):
+        pack(sparse)

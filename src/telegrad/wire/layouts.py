@@ -82,9 +82,10 @@ _by_tensor: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], Layout] =
 _by_header: dict[bytes, Layout] = {}
 
 
-def layout_of(tensor: torch.Tensor) -> Layout:
-    """The layout of a strided tensor; ValueError if its dtype cannot travel this way."""
-    key = (tensor.dtype, tensor.shape, tensor.stride())
+def layout_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Layout:
+    """The layout of a strided tensor, or of one of another dtype whose elements lie as its own do;
+    ValueError if that dtype cannot travel this way."""
+    key = (dtype or tensor.dtype, tensor.shape, tensor.stride())
     layout = _by_tensor.get(key)
     if layout is None:
         layout = _worked_out(key[0], tuple(key[1]), key[2])

@@ -23,7 +23,7 @@ from telegrad.wire.names import name_of, object_named
 from telegrad.wire.parcel import Parcel
 from telegrad.wire.primitives import ByteBuffer
 from telegrad.wire.tags import Tag
-from telegrad.wire.tensors import REQUIRES_GRAD
+from telegrad.wire.tensors import REQUIRES_GRAD, holds
 from telegrad.wire.trust import Limits, Trust
 
 SMALL = 1 << 13
@@ -86,6 +86,8 @@ def quick_pack(obj: Any, trust: Trust) -> Packed | None:
     if layout is None or not layout.castable or layout.nbytes > SMALL:
         return None
     if tensor.is_neg() or torch_private.is_zero_tensor(tensor):
+        return None
+    if not holds(tensor, layout):
         return None
     address = tensor.data_ptr()
     if not address:

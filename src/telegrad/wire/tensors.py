@@ -122,6 +122,8 @@ def _write_record(
     elif tensor.is_meta:
         out.append(_META | flags)
         out += layout_of(tensor).header
+    elif not holds(tensor, layout_of(tensor)):
+        raise _shrunk(tensor)
     else:
         _write_stretch(_settled(tensor), flags, out, buffers)
 
@@ -130,8 +132,8 @@ def _write_strided(
     tensor: torch.Tensor, flags: int, out: bytearray, buffers: list[memoryview]
 ) -> None:
     layout = layout_of(tensor)
-    if layout.nbytes and not tensor.data_ptr() and not torch_private.is_zero_tensor(tensor):
-        raise ValueError("its storage was resized to nothing; send it while it has its elements")
+    if not holds(tensor, layout) and not torch_private.is_zero_tensor(tensor):
+        raise _shrunk(tensor)
     if layout.castable:
         try:
             array = (tensor.detach() if flags & REQUIRES_GRAD else tensor).numpy()
@@ -211,7 +213,24 @@ def _start_of(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.itemsize
 
 
+def holds(tensor: torch.Tensor, layout: Layout) -> bool:
+    """Whether a tensor's storage has all of its elements: who resizes one does not ask for them."""
+    start = tensor.storage_offset()
+    end = layout.extent + start * tensor.itemsize if start else layout.extent
+    return end <= tensor.untyped_storage().nbytes()
+
+
+def _shrunk(tensor: torch.Tensor) -> ValueError:
+    has = tensor.untyped_storage().nbytes()
+    return ValueError(
+        f"its storage was resized to {has or 'no'} bytes and does not hold it any more; send it "
+        "while it has its elements"
+    )
+
+
 def _storage_bytes(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
+    if stop > tensor.untyped_storage().nbytes():
+        raise _shrunk(tensor)
     seen = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     seen.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
     return seen.cpu().numpy().data
@@ -294,6 +313,8 @@ def _write_quantized(
 ) -> None:
     if tensor.dtype not in (torch.qint8, torch.quint8, torch.qint32):
         raise ValueError(f"its elements are {tensor.dtype}; dequantize it first")
+    if not holds(tensor, layout_of(tensor, _INTEGERS[tensor.itemsize])):
+        raise _shrunk(tensor)
     if tensor.qscheme() is torch.per_tensor_affine:
         out.append(_QUANTIZED | flags)
         out += _SCALE.pack(tensor.q_scale(), tensor.q_zero_point())

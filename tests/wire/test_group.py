@@ -233,7 +233,7 @@ def test_closing_lets_go_who_sends_and_who_receives(links: tuple[Link, Link]) ->
     a, b = links
     sender = sending(a, numbers(1_000_000))
     assert b._group is not None
-    receiver = Thread(lambda: b._group.receive(77, 1_000_000))  # type: ignore[union-attr]
+    receiver = Thread(lambda: b._group.expect(77, 1_000_000).is_here(30))  # type: ignore[union-attr]
     while not a.sent_bytes:
         time.sleep(0.001)
     a.close()
@@ -312,3 +312,64 @@ def test_at_exit_nobody_enters_the_backend_and_who_is_inside_is_awaited() -> Non
     leave.set()
     assert inside.ended()
     assert shutting.ended()
+
+
+def begin_frame(link: Link, size: int, meta: bytes = b"meta") -> tuple[torch.Tensor, object]:
+    """All of a frame but the tensor that it announces; what is needed to send that, too."""
+    group = link._group
+    assert group is not None
+    seq, ack = link.session.stamp()
+    table = struct.pack("<2Q", size, GROUP + 1)
+    total = len(table) + len(meta)
+    head = HEADER.pack(Kind.CALL, 0, 0, 1, 0, len(meta), total, seq, ack, 1)
+    link.stream.try_send([head + table + meta])
+    tensor = numbers(size)
+    return tensor, lambda: group.begin([view(tensor)])
+
+
+@pytest.mark.parametrize("meta", [b"meta", b"m" * 100_000], ids=["small", "large"])
+def test_who_reads_may_go_before_the_tensor_is_there(
+    links: tuple[Link, Link], meta: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its deadline, or by Ctrl-C: whoever reads then has the frame, whole and once."""
+    a, b = links
+    tensor, send_tensor = begin_frame(a, 1_000_000, meta)
+    b.stream.set_receive_timeout(0.01)
+    while not b.is_halfway:
+        assert b.receive() is None
+    wait, interrupted = threading.Event.wait, []
+
+    def interrupt(event: threading.Event, timeout: float | None = None) -> bool:
+        monkeypatch.setattr(threading.Event, "wait", wait)
+        interrupted.append(event)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Event, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        b.receive()
+    assert interrupted
+    assert b.receive() is None
+    assert not b.has_frame()
+    assert b.has_bytes(), "nobody leaves it to a watch over the stream"
+    send_tensor()  # type: ignore[operator]
+    assert bytes_of(receive(b)) == [tensor.numpy().tobytes()]
+    assert not b.has_bytes()
+
+
+def test_who_sends_and_is_interrupted_may_change_its_tensors(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = links
+    x = numbers(30_000_000)
+    was = x.numpy().tobytes()
+    monkeypatch.setattr("telegrad.wire.group.Transfer.wait", interrupt_instead)
+    sender = sending(a, x)
+    assert sender.ended()
+    assert isinstance(sender.error, KeyboardInterrupt)
+    x.fill_(0)
+    mend(a, b)
+    assert bytes_of(receive(b)) == [was]
+
+
+def interrupt_instead(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -288,6 +288,24 @@ def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else
         a.resume(streams()[0], 0)
 
 
+def test_who_is_interrupted_while_sending_may_change_its_tensors() -> None:
+    a, b = links()
+    x = torch.arange(1 << 24).to(torch.uint8)
+    was = x.numpy().tobytes()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    a.while_blocked = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        a.send(Kind.CALL, 1, b"", [view(x)], b"", [x])
+    x.fill_(0)
+    a.while_blocked = a._wait_writable
+    reconnect(a, b)
+    [buffer] = receive(b).buffers
+    assert bytes(memoryview(buffer)) == was  # type: ignore[arg-type]
+
+
 def test_resuming_where_nothing_is_kept_any_more_is_refused() -> None:
     a, b = links()
     a.send(Kind.CALL, 1)

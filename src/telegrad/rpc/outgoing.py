@@ -237,7 +237,11 @@ class Outgoing:
                     break
             self._reading = handed_on
             self._reader = 0
-        if not handed_on and self.agent.node.calls.in_flight(self._worker):
+        if handed_on or self.gone:
+            return completed
+        if self.link.is_halfway:
+            self.agent.threads.run(self._read_for_others)
+        elif self.agent.node.calls.in_flight(self._worker):
             # Whatever `_armed` says: a reader that disarms and one that arms may have crossed.
             self._armed = True
             self.agent.watch.look_for(self._descriptor, READABLE)
@@ -303,6 +307,8 @@ class Outgoing:
             try:
                 while not self.gone:
                     frame = self._receive(self.link)
+                    if self.link.is_halfway and not self._completed:
+                        continue
                     if (frame is None or self._completed) and not self.link.has_frame():
                         break
             finally:

@@ -125,10 +125,15 @@ class Transfer:
 
     def wait(self, seconds: float | None = None) -> None:
         """Until it has ended. `GroupFailed` if it did not end well, or not in time."""
-        if not self._ended.wait(seconds):
+        if not self.has_ended(seconds):
             raise GroupFailed("the time for it was over before a tensor had arrived")
+
+    def has_ended(self, seconds: float | None) -> bool:
+        """Whether it ends in that time. `GroupFailed` if it did not end well."""
+        ended = self._ended.wait(seconds)
         if self._error is not None:
             raise GroupFailed(self._error)
+        return ended
 
     def follow(self) -> None:
         """Wait in gloo, for as long as the slowest network may take."""
@@ -149,6 +154,23 @@ class Transfer:
         if not self._ended.is_set():
             self._error = why
             self._ended.set()
+
+
+class Arrival:
+    """Bytes that come under a tag. Whoever waits may go, and another wait on for the same."""
+
+    def __init__(self, array: npt.NDArray[np.uint8], target: Tensor, transfer: Transfer) -> None:
+        self.array = array
+        self._target = target
+        self._transfer = transfer
+
+    def is_here(self, seconds: float) -> bool:
+        """Whether `array` holds them, after that time at the latest."""
+        if not self._transfer.has_ended(seconds):
+            return False
+        if self._target.device.type != "cpu":
+            torch.from_numpy(self.array).copy_(self._target)
+        return True
 
 
 class _Follower:
@@ -211,15 +233,11 @@ class TensorGroup:
                 rows.append((buffer.nbytes, GROUP + self._tag))
         return rows, inline, transfers
 
-    def receive(self, tag: int, size: int) -> npt.NDArray[np.uint8]:
-        """Wait for the bytes that were sent under a tag."""
+    def expect(self, tag: int, size: int) -> Arrival:
+        """Begin to receive the bytes that were sent under a tag."""
         array = warm.array(size)
-        here = torch.from_numpy(array)
-        target = here if self._device.type == "cpu" else here.to(self._device)
-        self._receiving.take(self._begin("recv", target, tag)).wait()
-        if target is not here:
-            here.copy_(target)
-        return array
+        target = torch.from_numpy(array).to(self._device)
+        return Arrival(array, target, self._receiving.take(self._begin("recv", target, tag)))
 
     def _begin(self, way: str, memory: Tensor, tag: int) -> Transfer:
         try:

@@ -50,7 +50,7 @@ from telegrad.wire.frames import (
     check_header,
     head_of,
 )
-from telegrad.wire.group import GroupFailed, TensorGroup, Transfer
+from telegrad.wire.group import Arrival, GroupFailed, TensorGroup, Transfer
 from telegrad.wire.primitives import ByteBuffer
 from telegrad.wire.session import Session, SessionError
 from telegrad.wire.stream import Stream
@@ -69,6 +69,7 @@ ACK_BYTES = 1 << 20
 LIGHT = ACK_BYTES // ACK_FRAMES // 4
 """Frames below it are too small to make up `ACK_BYTES` before there are `ACK_FRAMES` of them."""
 LOOK_EVERY = 64
+CARRIED_TIMEOUT = 0.05
 
 Bytes = bytes | memoryview
 _NOTHING: Iterator[ByteBuffer] = iter(())
@@ -156,6 +157,7 @@ class Link:
         self._start = 0
         self._end = 0
         self._large: _Incoming | None = None
+        self._arriving: list[Arrival] | None = None
 
     # Writing.
 
@@ -274,11 +276,14 @@ class Link:
         try:
             for transfer in transfers:
                 transfer.wait(None if deadline == math.inf else deadline - time.monotonic())
-        except GroupFailed:
+        except BaseException as error:
+            # Also if the caller is interrupted: from now on it may change its tensors.
             with self._lock:
                 kept.own()
             self._break_with(group)
             group.close()
+            if not isinstance(error, GroupFailed):
+                raise
             if self.closed:
                 raise LinkClosed("the link was closed while a tensor was on its way") from None
 
@@ -379,6 +384,10 @@ class Link:
             except BaseException:
                 self.mark_broken()
                 with self._lock:
+                    # Interrupted: from now on the caller may change its tensors.
+                    for frame in self.session.unacknowledged():
+                        if not isinstance(frame, bytes) and frame.unchanged():
+                            frame.own()
                     self._writing = False
                     self._changed.notify_all()
                 raise
@@ -443,6 +452,9 @@ class Link:
             if self._large is not None:
                 if not self._fill_large(self._large):
                     return None
+                rows = self._large.header[3]
+                if self._group is not None and not self._carried_is_here(self._large.head, rows):
+                    return None
                 large, self._large = self._large, None
                 frame = self._finish_large(large)
                 if frame is not None:
@@ -463,6 +475,10 @@ class Link:
                     continue
                 need = HEADER_SIZE + total
                 if have >= need:
+                    if self._group is not None and rows:
+                        table = self._window[self._start + HEADER_SIZE :]
+                        if not self._carried_is_here(table, rows):
+                            return None
                     frame = self._take_small(header)
                     if frame is not None:
                         return frame
@@ -473,14 +489,20 @@ class Link:
     def has_frame(self) -> bool:
         """Whether a whole small frame has been read already."""
         have = self._end - self._start
-        if have < HEADER_SIZE:
+        if have < HEADER_SIZE or self._arriving is not None:
             return False
         total: int = HEADER.unpack_from(self._window, self._start)[6]
         return have >= HEADER_SIZE + total
 
     def has_bytes(self) -> bool:
         """Whether there is something to take up without a look at the kernel's buffer."""
-        return self._end > self._start or self.stream.pending() > 0
+        return self._end > self._start or self.is_halfway or self.stream.pending() > 0
+
+    @property
+    def is_halfway(self) -> bool:
+        """Whether a frame is here and its tensors are still on their way through the group: no byte
+        of the stream tells when they have come."""
+        return self._arriving is not None
 
     def _fill(self, need: int) -> bool:
         if self._start == self._end:
@@ -522,7 +544,7 @@ class Link:
         elif rows or freed:
             table = struct.unpack_from(f"<{2 * rows + freed}Q", self._window, at)
             at += ROW * rows + SLOT * freed
-        carried = self._receive_carried(table, rows) if self._group is not None else _NOTHING
+        carried = _NOTHING if self._arriving is None else self._take_carried(self._arriving)
         if not self._admit(seq, ack, total):
             self._start = end
             return None
@@ -588,7 +610,7 @@ class Link:
     def _finish_large(self, large: _Incoming) -> Frame | None:
         kind, _, note_length, rows, freed, _, total, seq, ack, call_id = large.header
         table = struct.unpack_from(f"<{2 * rows + freed}Q", large.head)
-        carried = self._receive_carried(table, rows) if self._group is not None else _NOTHING
+        carried = _NOTHING if self._arriving is None else self._take_carried(self._arriving)
         if not self._admit(seq, ack, total):
             return None
         at = ROW * rows + SLOT * freed
@@ -606,26 +628,40 @@ class Link:
             return None
         return Frame(kind, call_id, note, meta, buffers)
 
-    def _receive_carried(self, table: tuple[int, ...], rows: int) -> Iterator[ByteBuffer]:
-        """The buffers that come through the group, before their frame counts as arrived."""
+    def _carried_is_here(self, table: bytearray | memoryview, rows: int) -> bool:
+        """Whether the buffers that come through the group have come, before their frame counts as
+        arrived. What is under way is kept in the link: another thread may read on."""
         group = self._group
         assert group is not None
-        announced = [
-            (size, place - GROUP)
-            for size, place in zip(table[: 2 * rows : 2], table[1 : 2 * rows : 2], strict=True)
-            if place != INLINE and place >= GROUP
-        ]
-        if sum(size for size, _ in announced) > self._limits.frame_bytes:
-            raise CodecError("a frame announces more bytes than the limit for a frame")
         try:
-            arrays = [group.receive(tag, size) for size, tag in announced]
+            if self._arriving is None:
+                self._arriving = self._expect(group, table, rows)
+            return all(arrival.is_here(CARRIED_TIMEOUT) for arrival in self._arriving)
         except MemoryError:
             raise CodecError("there is no memory for the tensors that a frame announces") from None
         except GroupFailed as error:
             self._break_with(group)
             raise LinkBroken(f"a tensor did not arrive: {error}") from None
-        self.received_bytes += sum(size for size, _ in announced)
-        return iter(arrays)
+
+    def _expect(
+        self, group: TensorGroup, table: bytearray | memoryview, rows: int
+    ) -> list[Arrival]:
+        numbers = struct.unpack_from(f"<{2 * rows}Q", table)
+        announced = [
+            (size, place - GROUP)
+            for size, place in zip(numbers[::2], numbers[1::2], strict=True)
+            if place != INLINE and place >= GROUP
+        ]
+        total = sum(size for size, _ in announced)
+        if total > self._limits.frame_bytes:
+            raise CodecError("a frame announces more bytes than the limit for a frame")
+        arriving = [group.expect(tag, size) for size, tag in announced]
+        self.received_bytes += total
+        return arriving
+
+    def _take_carried(self, arrived: list[Arrival]) -> Iterator[ByteBuffer]:
+        self._arriving = None
+        return iter([arrival.array for arrival in arrived])
 
     def _elsewhere(self, place: int, size: int, carried: Iterator[ByteBuffer]) -> ByteBuffer:
         """A buffer that is not in the frame itself."""
@@ -708,7 +744,7 @@ class Link:
             self._group = group
             self.broken = False
             self._start = self._end = 0
-            self._large = None
+            self._large = self._arriving = None
             self._queue = []
             for frame in kept:
                 self._queue += (frame,) if isinstance(frame, bytes) else frame.parts

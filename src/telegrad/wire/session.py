@@ -168,5 +168,5 @@ class Session(Generic[Frame]):
         self.acknowledge()
 
     def unacknowledged(self) -> Iterator[Frame]:
-        """The kept frames in the order of their numbers."""
-        return (frame for _, frame, _ in self._kept)
+        """The kept frames in the order of their numbers, whatever is acknowledged meanwhile."""
+        return (frame for _, frame, _ in tuple(self._kept))

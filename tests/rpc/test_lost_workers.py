@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.rpc.node import current_node
+from telegrad.rpc.runtime import _all_threads
 from tests.rpc import functions
 from tests.rpc.fleet import Job
 
@@ -97,6 +99,67 @@ def losses_noted() -> list[Any]:
     while not functions.recorded and time.monotonic() < until:
         time.sleep(0.005)
     return functions.take_recorded()
+
+
+def end_and_tell_losses(late: float) -> list[Any]:
+    """End the job; the word that it is over comes late, when the others have left and ended."""
+    closing = current_node().services["closing"]
+    await_all = closing._await_all
+
+    def await_all_and_longer(timeout: float) -> None:
+        await_all(timeout)
+        time.sleep(late)
+
+    closing._await_all = await_all_and_longer
+    rpc.shutdown()
+    for threads in list(_all_threads):
+        assert threads.await_rest(10)
+    return functions.take_recorded()
+
+
+@pytest.mark.parametrize("acquainted", [False, True], ids=["strangers", "acquainted"])
+def test_the_end_of_the_job_is_no_loss(make_job: MakeJob, acquainted: bool) -> None:
+    job = make_job("a", "b", "c")
+    job["c"].do(note_losses)
+    if acquainted:
+        job["c"].do(call, "b", functions.nothing)
+        job["b"].do(call, "c", functions.nothing)
+    leaving = [job[name].begin(rpc.shutdown) for name in ("a", "b")]
+    last = job["c"].begin(end_and_tell_losses, 0.7)
+    for name, each in zip("ab", leaving, strict=True):
+        each.result(30)
+        job[name].end()
+    assert last.result(30) == []
+
+
+def test_a_worker_that_leaves_while_others_stay_is_told(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    job["a"].do(note_losses)
+    job["a"].do(call, "b", functions.nothing)
+    job["b"].do(rpc.shutdown, graceful=False)
+    assert job["a"].do(losses_noted) == [("b", "it has left the job (its shutdown() was called)")]
+
+
+def test_a_worker_that_dies_while_others_wait_in_shutdown_is_told(make_job: MakeJob) -> None:
+    job = make_job("a", "b", "c")
+    job["a"].do(note_losses)
+    job["a"].do(call, "c", functions.nothing)
+    leaving = job["a"].begin(end_and_tell_losses, 0.0)
+    job["c"].kill()
+    job["b"].do(wait_until_noted, "a")
+    job["b"].do(rpc.shutdown)
+    [(name, _)] = leaving.result(30)
+    assert name == "c"
+
+
+def wait_until_noted(to: str) -> None:
+    until = time.monotonic() + 10
+    while not call(to, losses_so_far):
+        assert time.monotonic() < until
+
+
+def losses_so_far() -> int:
+    return len(functions.recorded)
 
 
 def test_a_worker_killed_while_idle_is_told_to_who_asked(make_job: MakeJob) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from telegrad.rpc.calls import Pending
+from telegrad.rpc.closing import IT_IS_OVER
 from telegrad.rpc.errors import TelegradError, UnknownWorker, WorkerLost
 from telegrad.rpc.futures import runs_callbacks
 from telegrad.rpc.incoming import Incoming
@@ -506,11 +507,12 @@ class Agent:
                 link.end()
         self.complete_elsewhere(failed)
 
-    def leave(self, worker: int) -> None:
+    def leave(self, worker: int, job_is_over: bool) -> None:
         """A worker said that it leaves."""
-        self.lose(worker, "it has left the job (its shutdown() was called)")
+        by_itself = "it has left the job (its shutdown() was called)"
+        self.lose(worker, IT_IS_OVER if job_is_over else by_itself)
 
-    def close(self, farewell: bool = True) -> None:
+    def close(self, farewell: bool = True, job_is_over: bool = False) -> None:
         """End every link. Others are told, so that they do not take it for a death."""
         with self._lock:
             self._closed = True
@@ -527,7 +529,7 @@ class Agent:
         for end in links:
             if farewell and not isinstance(end, Loopback):
                 with contextlib.suppress(OSError):
-                    end.link.send(Kind.LEAVING, 0, deadline=until)
+                    end.link.send(Kind.LEAVING, int(job_is_over), deadline=until)
             end.end()
         for pending in cut:
             pending.complete()

@@ -16,7 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from telegrad.rpc import interrupts
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.arguments import check_bound, check_seconds, check_whole
-from telegrad.rpc.closing import Closing
+from telegrad.rpc.closing import IT_IS_OVER, Closing
 from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.limits import Limits
@@ -210,7 +210,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     finally:
         _within(node, node.services["rendezvous"].leave)
         set_process_node(None)
-        agent.close()
+        agent.close(job_is_over=node.services["closing"].is_over())
         agent.threads.close()
         interrupts.uninstall()
 
@@ -365,15 +365,22 @@ def wait_for_worker(to: str | int, timeout: float | None = None) -> WorkerInfo:
 def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> None:
     """Have `callback(worker, reason)` called, in a thread of its own, when a worker is gone.
 
-    By then the calls that waited for it have failed. A worker that left in good order counts too.
+    By then the calls that waited for it have failed. A worker that leaves while others stay counts
+    too; those that leave because every worker has called `shutdown` do not.
 
         on_worker_lost(lambda worker, reason: print(worker.name, reason))
     """
     node = current_node()
 
     def told(worker: int, reason: str) -> None:
-        info = node.members.member(worker).info
-        node.runtime.spawn(lambda: callback(info, reason))
+        if reason != IT_IS_OVER:
+            info = node.members.member(worker).info
+            node.runtime.spawn(partial(tell, info, reason))
+
+    def tell(info: WorkerInfo, reason: str) -> None:
+        closing = node.services.get("closing")
+        if closing is None or not closing.is_over():
+            callback(info, reason)
 
     node.on_lost(told)
 

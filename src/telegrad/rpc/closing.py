@@ -14,6 +14,10 @@ so it calls the roll, and does not wait for those who do not answer.
 
 In a large job nobody looks after all others (`members.py`): a worker may have died unnoticed by the
 one that they meet at. So that one, and only that one, calls those who have not come for a while.
+
+When the job is over, some workers learn of it before others, leave, and are gone. For who does not
+know yet, that looks like a loss: those who leave say that the job is over, and who misses one
+without a word, and wants to leave itself, waits a moment for its own answer (`is_over`).
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ LONGEST_PAUSE = 0.1
 ROLL_CALL = -1
 MISSED_AFTER = 1.0
 MISSED_AGAIN_AFTER = 60.0
+PATIENCE_WITH_ANSWER = 1.0
+IT_IS_OVER = "it has left the job, which is over"
 
 
 @dataclass(eq=False)
@@ -54,11 +60,33 @@ class Closing:
         self._verdicts: dict[int, bool] = {}
         self._last_sums: tuple[int, int] | None = None
         self._abandoned_since: float | None = None
+        self._leaves = False
+        self._is_over = False
         node.on_operation(CLOSING, self._join)
         node.on_lost(lambda worker, reason: self._reconsider())
 
     def close(self, timeout: float) -> None:
         """Return when every worker is ready to leave. `timeout` 0 means to wait for ever."""
+        self._leaves = True
+        try:
+            self._await_all(timeout)
+            self._is_over = True
+        finally:
+            self._leaves = False
+            with self._changed:
+                self._changed.notify_all()
+
+    def is_over(self) -> bool:
+        """Whether the job has ended in good order; if this worker wants to leave, it may be told so
+        any moment."""
+        now = self._node.runtime.now
+        until = now() + PATIENCE_WITH_ANSWER
+        with self._changed:
+            while self._leaves and (left := until - now()) > 0:
+                self._changed.wait(left)
+        return self._is_over
+
+    def _await_all(self, timeout: float) -> None:
         node = self._node
         until = node.runtime.now() + timeout if timeout > 0 else None
         leader, number = -1, 0

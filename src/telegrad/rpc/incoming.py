@@ -91,7 +91,7 @@ class Incoming:
                     return
                 continue
             if frame.kind == Kind.LEAVING:
-                self.agent.leave(self.member.info.id)
+                self.agent.leave(self.member.info.id, frame.call_id == 1)
                 return
             if self.link.session.kept_frames > FEW_ANSWERS and self._keeps_too_much():
                 self.agent.lose(self.member.info.id, "it never acknowledges the answers it gets")

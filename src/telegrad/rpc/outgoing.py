@@ -206,7 +206,7 @@ class Outgoing:
         if frame is None:
             return None
         if frame.kind == Kind.LEAVING:
-            self.agent.leave(self.member.info.id)
+            self.agent.leave(self.member.info.id, frame.call_id == 1)
             return frame
         node = self.agent.node
         pending = node.calls.take(self._worker, frame.call_id)

@@ -33,12 +33,14 @@ from telegrad.launch.store import host_store
 from telegrad.launch.worker import seed_everything
 from telegrad.rpc.api import is_initialized
 from telegrad.rpc.arguments import check_seconds, check_whole
+from telegrad.rpc.room import room_to
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.group import check_backend
 
 T = TypeVar("T")
 
 _LEAVE_SECONDS = 5.0
+_NEEDED_TO_START = 16
 # None once this process has joined, or why the job cannot begin.
 _News: TypeAlias = "queue.SimpleQueue[BaseException | None]"
 
@@ -171,7 +173,9 @@ def run_with(
     if tensors is not None:
         check_backend(tensors)
     life = 0 if restarts else None
-    store = host_store(timeout)
+    what = f"start a job of {len(names) + 1} processes"
+    with room_to(what, _NEEDED_TO_START):
+        store = host_store(timeout)
     key = secrets.token_bytes(32)
     seats = [
         Seat(name, rank, len(names) + 1, store.port, key, timeout, liveness, life, tensors)
@@ -181,7 +185,8 @@ def run_with(
         seed_everything(seed)
     orders = _orders(conduct, tuple(seats[1:]), threads, seed)
     news: _News = queue.SimpleQueue()
-    processes = LocalProcesses(orders, env, lambda why: news.put(LaunchError(why)))
+    with room_to(what):
+        processes = LocalProcesses(orders, env, lambda why: news.put(LaunchError(why)))
     joining = threading.Thread(
         target=_join, args=(conduct, seats[0], news), name="telegrad-join", daemon=True
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.closing import IT_IS_OVER
-from telegrad.rpc.errors import TelegradError, UnknownWorker, WorkerLost
+from telegrad.rpc.errors import NoRoom, TelegradError, UnknownWorker, WorkerLost
 from telegrad.rpc.futures import runs_callbacks
 from telegrad.rpc.incoming import Incoming
 from telegrad.rpc.interrupts import raise_if_put_off
@@ -40,6 +40,7 @@ from telegrad.rpc.members import Member
 from telegrad.rpc.node import Node, Reply, report_background_error
 from telegrad.rpc.outgoing import Outgoing
 from telegrad.rpc.reception import Reception
+from telegrad.rpc.room import is_lack, no_room
 from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.vitals import Vital
@@ -130,6 +131,12 @@ class Agent:
             self.node.never_left(pending)
             self.complete_elsewhere([pending])
             return
+        except NoRoom as error:
+            if self.node.calls.take(worker, pending.call_id) is not None:
+                self.node.never_left(pending)
+                pending.settle(None, error)
+            pending.complete()
+            return
         except (WorkerLost, LinkClosed):
             # Whoever found the worker gone has settled its calls, unless this one came just after.
             self._settle_unreachable(pending)
@@ -141,9 +148,14 @@ class Agent:
             self.watch.poke()
 
     def post(self, to: int, packed: Packed, note: bytes) -> None:
-        with contextlib.suppress(WorkerLost, LinkClosed):
+        try:
             outgoing = self._outgoing.get(to) or self._reach(to)
             outgoing.post(packed, note)
+        except NoRoom as error:
+            # Nobody else could tell that it never left, and what it was about would hang.
+            self.lose(to, f"it cannot be told what it has to know: {error}")
+        except (WorkerLost, LinkClosed):
+            return
 
     def reply(self, to: int, call_id: int, reply: Reply) -> None:
         if to == self.node.info.id:
@@ -264,6 +276,8 @@ class Agent:
             except _NotInTime:
                 raise
             except OSError as error:
+                if is_lack(error):
+                    raise no_room(f"connect to worker {member.info.name!r}", error) from error
                 give_up = self.lose if is_dead(error) else self.lookout.suspect
                 give_up(worker, f"it cannot be reached ({error})")
                 raise WorkerLost(f"worker {member.info.name!r} cannot be reached") from error
@@ -310,10 +324,12 @@ class Agent:
                 if deadline <= self.node.runtime.now() and not is_dead(error):
                     raise _NotInTime from None
                 unanswered += isinstance(error, Unanswered)
-                if not isinstance(error, CutShort) or unanswered == MAX_UNANSWERED:
+                may_pass = isinstance(error, CutShort) or is_lack(error)
+                if not may_pass or unanswered == MAX_UNANSWERED:
                     raise
                 alive = member.process is not None and member.process.vital() is Vital.ALIVE
-                patience = max(self._liveness, PATIENCE_WITH_BUSY) if alive else self._liveness
+                busy = alive and not is_lack(error)
+                patience = max(self._liveness, PATIENCE_WITH_BUSY) if busy else self._liveness
                 if self.node.runtime.now() - started > patience:
                     raise
                 time.sleep(PAUSE_BEFORE_RETRY)

@@ -30,6 +30,7 @@ from telegrad.rpc.node import (
     set_process_node,
 )
 from telegrad.rpc.rendezvous import Rendezvous, check_rank
+from telegrad.rpc.room import room_to
 from telegrad.rpc.rref import RRef, remote_reference
 from telegrad.rpc.runtime import ThreadRuntime, Threads
 from telegrad.rpc.store import open_store
@@ -47,6 +48,7 @@ LIVENESS = 5.0
 PAUSE = 0.005
 PAUSE_FOR_RETURN = 0.02
 PATIENCE_AT_THE_END = 1.0
+NEEDED_TO_JOIN = 6
 _starting = threading.Lock()
 
 
@@ -91,7 +93,7 @@ def init_rpc(
     `life` is for whoever starts dead workers anew, as `telegrad.run(restarts=)` does: 0 for all at
     first, and for a worker that takes the place of a dead one, how many had it before.
     """
-    with _starting:
+    with _starting, room_to("join a job", NEEDED_TO_JOIN):
         if find_node() is not None:
             raise TelegradError(
                 "RPC is already initialized in this process: call telegrad.rpc.shutdown() first"

@@ -67,6 +67,10 @@ class WorkerLost(TelegradError, ConnectionError):
         return error
 
 
+class NoRoom(TelegradError):
+    """This process has no descriptor or no memory left for what it is to do."""
+
+
 class JobClosed(TelegradError):
     """This worker shut down while the operation was under way."""
 

@@ -18,13 +18,15 @@ a visitor who cannot enter would burn a core.
 
 from __future__ import annotations
 
-import errno
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 
+from telegrad.rpc.errors import NoRoom
+from telegrad.rpc.room import NO_ROOM, no_room
 from telegrad.rpc.watch import Watch
 from telegrad.wire.stream import shut_down
 
@@ -33,7 +35,6 @@ AT_A_TIME = 16
 BURST = 1000
 PER_SECOND = 100
 PAUSE_WITHOUT_ROOM = 0.1
-_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _READABLE_ALWAYS = 0x001
 
 Greet = Callable[[socket.socket, socket.socket], None]
@@ -52,6 +53,7 @@ class Reception:
         self._standing: dict[socket.socket, None] = {}
         self._threads = 0
         self._closed = False
+        self._said = False
         self._budget = float(BURST)
         self._counted_at = time.monotonic()
 
@@ -72,10 +74,17 @@ class Reception:
             try:
                 connection, _ = listener.accept()
             except OSError as error:
-                if error.errno in _NO_ROOM:
+                if error.errno in NO_ROOM:
+                    self._say_once(no_room("let another connection in", error))
                     self._pause(listener, PAUSE_WITHOUT_ROOM)
                 return
             self._seat(connection, listener)
+
+    def _say_once(self, lack: NoRoom) -> None:
+        """Those outside only see that nobody opens."""
+        if not self._said:
+            self._said = True
+            print(f"telegrad: {lack}", file=sys.stderr)
 
     def _afford(self) -> bool:
         now = time.monotonic()

@@ -1,0 +1,97 @@
+"""A process that may open no more files says so, and believes no ill of others."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from torch.distributed import HashStore
+
+import telegrad
+from telegrad import rpc
+from tests.rpc import functions
+from tests.rpc.fleet import Job, Nursery
+
+MakeJob = Callable[..., Job]
+
+
+@contextmanager
+def room_for(descriptors: int) -> Iterator[None]:
+    """This process may open so many more, and no others."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    last = os.open(os.devnull, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1 + descriptors, limits[1]))
+    try:
+        while last > 0:  # Numbers below may be free.
+            try:
+                held.append(os.dup(0))
+            except OSError:
+                break
+        for each in held[len(held) - descriptors :]:
+            os.close(each)
+        del held[len(held) - descriptors :]
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in (*held, last):
+            os.close(each)
+
+
+def call_without_room(to: str) -> str:
+    with room_for(0), pytest.raises(rpc.NoRoom) as caught:
+        rpc.rpc_sync(to, functions.who_am_i)
+    assert not rpc.debug_info()["lost workers"]
+    assert rpc.rpc_sync(to, functions.who_am_i) == to
+    return str(caught.value)
+
+
+def test_a_call_for_which_there_is_no_descriptor_says_so_and_the_next_goes_through(
+    make_job: MakeJob,
+) -> None:
+    job = make_job("a", "b", liveness=0.3)
+    told = job["a"].do(call_without_room, "b")
+    assert "cannot connect to worker 'b'" in told
+    assert "Raise that limit (ulimit -n)" in told
+
+
+def call_until_there_is_room(to: str) -> str:
+    with room_for(0):
+        answers: list[str] = []
+        calling = threading.Thread(
+            target=lambda: answers.append(rpc.rpc_sync(to, functions.who_am_i))
+        )
+        calling.start()
+        calling.join(0.2)
+    calling.join(10)
+    return answers[0]
+
+
+def test_a_call_waits_for_a_descriptor_as_long_as_a_connection_may_be_down(
+    make_job: MakeJob,
+) -> None:
+    assert make_job("a", "b")["a"].do(call_until_there_is_room, "b") == "b"
+
+
+def join_without_room(room: int) -> str:
+    with room_for(room), pytest.raises(rpc.NoRoom) as caught:
+        rpc.init_rpc("alone", rank=0, world_size=1, store=HashStore())
+    return str(caught.value)
+
+
+def run_without_room(room: int) -> str:
+    with room_for(room), pytest.raises(rpc.NoRoom) as caught:
+        telegrad.run(int, workers=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("room", [0, 3, 5])
+def test_a_start_without_room_says_so(nursery: Nursery, room: int) -> None:
+    process = nursery.start()
+    assert "cannot join a job" in process.do(join_without_room, room)
+    assert "cannot start a job of 2 processes" in process.do(run_without_room, room)
+    assert process.end() == ""

@@ -65,6 +65,12 @@ def nested(to: str, x: Tensor) -> Tensor:
     return rpc.rpc_sync(to, layer, (x, x)) * 2
 
 
+def doubled_in_place(x: Tensor, again: list[Tensor], y: Tensor) -> Tensor:
+    """Changes its first argument, and looks at the second."""
+    x.mul_(2)
+    return x * again[0] + y
+
+
 def number(x: Tensor) -> float:
     return 1.5
 

@@ -83,6 +83,27 @@ def test_a_guard_of_the_owner_causes_a_recompilation_when_it_breaks() -> None:
             torch.testing.assert_close(part, expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_tensor_twice_in_a_call_is_one_tensor_there(backend: str) -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        h = x.sin()
+        return rpc.rpc_sync("worker1", f.doubled_in_place, (h, [h], y)).pow(2).sum()
+
+    x, y = needs(4, 3), needs(4, 3)
+    expected = differentiated(step, x, y)
+    assert_same(expected, differentiated(compiled(step, backend)[0], x, y))
+
+
+def test_two_arguments_that_became_one_object_are_noticed() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", f.doubled_in_place, (x, [y], x))
+
+    fast, _ = compiled(step, "aot_eager")
+    one, other = torch.ones(4, 3), torch.ones(4, 3)
+    for x, y in ((one, other), (one, one), (one, other)):
+        torch.testing.assert_close(fast(x, y), step(x, y))
+
+
 def test_sizes_that_depend_on_data_are_known_at_run_time() -> None:
     def step(x: Tensor) -> Tensor:
         return rpc.rpc_sync("worker1", f.positive, (x,)).pow(2).sum()

@@ -69,13 +69,14 @@ class Enclosure:
 _making = threading.Lock()
 
 
-def enclosure_of(context: Context, anchor: Tensor) -> Enclosure:
-    """The enclosure of the node that the anchor belongs to."""
+def enclosure_of(context: Context, anchor: Tensor, leaf: Any = None) -> Enclosure:
+    """The enclosure of the node that the anchor belongs to. `leaf` is the anchor's graph node, for
+    those who know it."""
     with _making:
         for enclosure in reversed(context.enclosures):
             if enclosure.anchor is anchor:
                 return enclosure
-        enclosure = Enclosure(anchor, get_gradient_edge(anchor).node)
+        enclosure = Enclosure(anchor, leaf or get_gradient_edge(anchor).node)
         context.enclosures.append(enclosure)
         return enclosure
 
@@ -83,9 +84,9 @@ def enclosure_of(context: Context, anchor: Tensor) -> Enclosure:
 class EnclosedCall:
     """One call from inside of a node. Stands for the context while the call is made."""
 
-    def __init__(self, context: Context, anchor: Tensor) -> None:
+    def __init__(self, context: Context, anchor: Tensor, leaf: Any = None) -> None:
         self.context = context
-        self.enclosure = enclosure_of(context, anchor)
+        self.enclosure = enclosure_of(context, anchor, leaf)
         self.enclosure.calls.append(self)
         self.forgotten = False
         """The code that made the call has let go of it: no gradient of its results will come."""

@@ -43,6 +43,10 @@ class Split:
 def split(value: Any, found: Split) -> Template:
     """Take a value apart. Inlined by Dynamo."""
     if isinstance(value, Tensor):
+        # One tensor twice in a message is one tensor where it arrives.
+        for place, known in enumerate(found.tensors):
+            if known is value:
+                return ("tensor", place)
         found.tensors.append(value)
         found.shapes.append(value.detach())
         return ("tensor", len(found.tensors) - 1)
@@ -100,35 +104,46 @@ for one that existed before, by its numbers, and for one that a compiled functio
 
 
 def builder(template: Template) -> Builder:
-    """What puts a value together again, for a template that is used many times."""
+    """What puts a value together again, for a template that is used many times: an expression, so
+    that it takes one call, however nested the value is."""
+    constants: dict[str, Any] = {}
+    expression = _expression(template, constants)
+    made: Builder = eval(f"lambda tensors, ints, reference, made: {expression}", constants)
+    return made
+
+
+def _expression(template: Template, constants: dict[str, Any]) -> str:
+    """The source of a value. All that is not a place goes by a name of ours."""
+
+    def named(value: Any) -> str:
+        name = f"constant{len(constants)}"
+        constants[name] = value
+        return name
+
+    def items(parts: Sequence[Template]) -> str:
+        return "".join(f"{_expression(part, constants)}, " for part in parts)
+
     match template:
-        case ("tensor", place):
-            return lambda tensors, ints, reference, made: tensors[place]
-        case ("int", place):
-            return lambda tensors, ints, reference, made: ints[place]
+        case ("tensor", int(place)):
+            return f"tensors[{place}]"
+        case ("int", int(place)):
+            return f"ints[{place}]"
         case ("constant", value):
-            return lambda tensors, ints, reference, made: value
-        case ("list", *items):
-            return _sequence(list, items)
-        case ("tuple", *items):
-            return _sequence(tuple, items)
-        case ("dict", *items):
-            keys = [key for key, _ in items]
-            values = _sequence(list, [item for _, item in items])
-            return lambda *found: dict(zip(keys, values(*found), strict=True))
+            return named(value)
+        case ("list", *parts):
+            return f"[{items(parts)}]"
+        case ("tuple", *parts):
+            return f"({items(parts)})"
+        case ("dict", *parts):
+            pairs = [f"{named(key)}: {_expression(item, constants)}" for key, item in parts]
+            return f"{{{', '.join(pairs)}}}"
         case ("worker", name, number):
-            worker = WorkerInfo(name, number)
-            return lambda tensors, ints, reference, made: worker
+            return named(WorkerInfo(name, number))
         case ("rref", *numbers):
-            return lambda tensors, ints, reference, made: reference(tuple(numbers))
-        case ("made", place):
-            return lambda tensors, ints, reference, made: made(tensors[place])
+            return f"reference({named(tuple(numbers))})"
+        case ("made", int(place)):
+            return f"made(tensors[{place}])"
     raise AssertionError(f"not a template: {template!r}")
-
-
-def _sequence(kind: Callable[[list[Any]], Any], items: Sequence[Template]) -> Builder:
-    parts = [builder(item) for item in items]
-    return lambda *found: kind([part(*found) for part in parts])
 
 
 def holds_made(template: Template) -> set[int]:

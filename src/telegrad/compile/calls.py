@@ -15,47 +15,75 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy
 import torch
 from torch import Tensor
 
-from telegrad.autograd.context import Context, current_context, working_in
+from telegrad.autograd.context import Context, begin_work_in, current_context, end_work
 from telegrad.autograd.crossing import engine_thread
-from telegrad.autograd.enclosed import EnclosedCall
+from telegrad.autograd.enclosed import EnclosedCall, Enclosure
 from telegrad.autograd.errors import AutogradError
+from telegrad.compile import torch_private
 from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.futures import CallFuture
+
+if TYPE_CHECKING:
+    from telegrad.compile.sites import Site
 
 _ids = itertools.count(1)
 _records: dict[int, tuple[Any, weakref.ref[Any]]] = {}
-atexit.register(_records.clear)  # What they release is still there then.
+_by_address: dict[int, Any] = {}
+"""The same by the memory of their tokens. To look at an address is cheaper than to read a value,
+and nothing else can be there while the record is."""
+
+
+@atexit.register
+def _let_go() -> None:
+    """What the records release is still there then."""
+    _by_address.clear()
+    _records.clear()
 
 
 def new_token(record: Any) -> Tensor:
     """A token that keeps `record` while its memory lives."""
     number = next(_ids)
-    memory = numpy.array([number], dtype=numpy.float64)
-    _records[number] = record, weakref.ref(memory, functools.partial(_forget, number))
-    return torch.from_numpy(memory)
+    memory = array("d", (number,))
+    token = torch.frombuffer(memory, dtype=torch.float64)
+    address = token.data_ptr()
+    forget = functools.partial(_forget, number, address)
+    _records[number] = record, weakref.ref(memory, forget)
+    _by_address[address] = record
+    return token
 
 
-def _forget(number: int, _: object) -> None:
+def _forget(number: int, address: int, _: object) -> None:
+    _by_address.pop(address, None)
     record, _ = _records.pop(number)
     if isinstance(record, Call) and record.enclosed is not None:
         record.enclosed.forgotten = True
 
 
 def record_of(token: Tensor) -> Any:
-    found = _records.get(int(token.item()))
-    if found is None:
+    record = find_record(token)
+    if record is None:
         raise TelegradError(
             "A compiled function refers to a call or context that is gone: a reference or a future "
             "that it made was used after its job ended, or its token was copied."
         )
-    return found[0]
+    return record
+
+
+def find_record(token: Tensor) -> Any | None:
+    """The record of a token, or of a copy of one."""
+    record = _by_address.get(token.data_ptr())
+    if record is None:
+        found = _records.get(int(token.item()))
+        record = None if found is None else found[0]
+    return record
 
 
 def live_records() -> int:
@@ -68,9 +96,9 @@ class Call:
 
     where: str
     enclosed: EnclosedCall | None
-    sent: list[int]
+    sent: Sequence[int]
     """The places of the tensors that need a gradient, in the order in which gradients come."""
-    future: Any = None
+    future: CallFuture | None = None
     reference: Any = None
     places: dict[int, Any] | None = None
     """Where in the outputs the recv of each tensor that needs a gradient is."""
@@ -84,9 +112,9 @@ class Call:
     def take(self, outputs: list[Tensor]) -> list[Tensor]:
         """Note what arrived; the same as plain tensors."""
         self.places = {
-            place: output.grad_fn
+            place: node
             for place, output in enumerate(outputs)
-            if output.grad_fn is not None
+            if (node := output.grad_fn) is not None
         }
         if self.enclosed is not None:
             self.enclosed.arrived(outputs)
@@ -130,13 +158,18 @@ class Call:
 class Anchors:
     """The leaf by which the graph node of a compiled function is known to the engine.
 
-    Every run of a compiled function that makes calls in a context should have an anchor of its own.
-    Compiled functions read `current`; the first call in a run puts a new one there for the next.
+    Every run of a compiled function that makes calls in a context should have an anchor of its own
+    in that context. Compiled functions read `current`; the first call in a run puts another there
+    for the next. An anchor serves again when its context is over: no pass of another one looks for
+    the calls of a context that is gone.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_memory: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._spare: list[tuple[Tensor, Any]] = []
+        """Anchors that may serve again, with their graph nodes."""
+        self._leaf: Any = None
         self.current = self._new()
 
     def _new(self) -> Tensor:
@@ -144,43 +177,101 @@ class Anchors:
         self._by_memory[anchor.data_ptr()] = anchor
         return anchor
 
-    def take(self, seen: Tensor) -> Tensor:
-        """The anchor that a kernel sees; what it sees may be an alias."""
+    def take(self, seen: Tensor) -> tuple[Tensor, Any]:
+        """The anchor that a kernel sees, and its graph node if it is known. What the kernel sees
+        may be an alias."""
+        address = seen.data_ptr()
         with self._lock:
-            anchor = self._by_memory[seen.data_ptr()]
-            if anchor is self.current:
-                self.current = self._new()
-            return anchor
+            taken, leaf = self.current, self._leaf
+            if address != taken.data_ptr():
+                return self._by_memory[address], None
+            self.current, self._leaf = self._spare.pop() if self._spare else (self._new(), None)
+            return taken, leaf
+
+    def give_back(self, enclosures: Iterable[Enclosure]) -> None:
+        """The context that these belong to is over."""
+        with self._lock:
+            for enclosure in enclosures:
+                anchor = enclosure.anchor
+                taken = anchor is self.current or any(anchor is a for a, _ in self._spare)
+                if not taken and len(self._spare) < _SPARE:
+                    self._spare.append((anchor, enclosure.leaf))
+
+    def has(self, leaf: Tensor) -> bool:
+        """Whether a leaf is an anchor, of which no gradient is wanted."""
+        return type(leaf) is Tensor and leaf.data_ptr() in self._by_memory
 
 
+_SPARE = 8
 anchors = Anchors()
+
+_COPIED_AT_ONCE = 1 << 15
+"""Bytes. The rpc layer keeps larger tensors in their own memory, for the case that a message has to
+be sent again; smaller ones it has copied when it has sent them."""
+
+
+def leaving(tensor: Tensor) -> Tensor:
+    """A tensor that may be sent. Compiled code uses its memory again as soon as its last reader has
+    run, and does not tell anyone."""
+    return tensor.detach() if tensor.nbytes <= _COPIED_AT_ONCE else tensor.detach().clone()
+
+
+def _all_leaving(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As `leaving`. Whether two of them share memory is up to the code that made them, and the
+    receiver must not depend on it."""
+    if len(tensors) < 2:
+        return list(map(leaving, tensors))
+    seen: set[int] = set()
+    found = []
+    for tensor in tensors:
+        memory = tensor.untyped_storage().data_ptr()
+        found.append(tensor.detach().clone() if memory in seen else leaving(tensor))
+        seen.add(memory)
+    return found
 
 
 def begin(
-    where: str,
+    site: Site,
     tensors: Sequence[Tensor],
+    ints: Sequence[int],
     needs: Sequence[bool],
     anchor: Tensor,
     context: Context | None,
     record: bool,
-    send: Callable[[list[Tensor]], Any],
+    send: Callable[[Site, list[Tensor], Sequence[int]], Any],
 ) -> tuple[Call, Any]:
-    """Make a call from inside of a compiled function: `send` makes it with the tensors it is given.
-
-    They are copies, because compiled code uses memory again as soon as its last reader has run.
-    """
-    context = context if context is not None else current_context()
-    with torch.no_grad():
-        leaving = [tensor.clone() for tensor in tensors]
+    """Make a call from inside of a compiled function: `send` makes it with the tensors it is given,
+    which are its own."""
     if context is None:
-        return Call(where, None, []), send(leaving)
-    enclosed = EnclosedCall(context, anchors.take(anchor))
-    for tensor, need in zip(leaving, needs, strict=True):
-        tensor.requires_grad_(need and record)
+        context = current_context()
+    own = _all_leaving(tensors)
+    if context is None:
+        return Call(site.name, None, ()), send(site, own, ints)
+    enclosed = EnclosedCall(context, *anchors.take(anchor))
+    sent: list[int] = []
+    if record:
+        for place, need in enumerate(needs):
+            if need:
+                own[place].requires_grad_()
+                sent.append(place)
     # In the eyes of the rpc layer the call belongs to the context; it asks for its scopes only.
-    with torch.set_grad_enabled(record), working_in(cast(Context, enclosed)):
-        result = send(leaving)
-    places = {id(tensor): place for place, tensor in enumerate(leaving)}
-    sent = [places[id(tensor)] for tensor in enclosed.tensors]
-    enclosed.tensors = []
-    return Call(where, enclosed, sent), result
+    outside = begin_work_in(cast(Context, enclosed))
+    mode = torch.is_grad_enabled()
+    if mode is not record:
+        torch_private.set_grad_mode(record)
+    try:
+        result = send(site, own, ints)
+    finally:
+        if mode is not record:
+            torch_private.set_grad_mode(mode)
+        end_work(outside)
+    return Call(site.name, enclosed, _in_order(sent, own, enclosed)), result
+
+
+def _in_order(sent: list[int], own: list[Tensor], enclosed: EnclosedCall) -> Sequence[int]:
+    """The places of the tensors that left, in the order in which they did."""
+    left, enclosed.tensors = enclosed.tensors, []
+    if len(left) == 1 and len(sent) == 1:
+        return sent
+    places = {id(tensor): place for place, tensor in enumerate(own)}
+    return [places[id(tensor)] for tensor in left]

@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 
 from telegrad.compile import calls, passes, requests, torch_private
-from telegrad.compile.calls import Call, new_token, record_of
+from telegrad.compile.calls import Call, leaving, new_token, record_of
 from telegrad.compile.owner import take_apart
-from telegrad.compile.shapes import note_result, outputs_of
+from telegrad.compile.passes import context_of
+from telegrad.compile.shapes import is_known, note_result, outputs_of
 from telegrad.compile.sites import site
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import current_node
@@ -71,12 +72,22 @@ NO_CONTEXT = torch.zeros(1, dtype=torch.float64)
 """Stands for the context of the thread that runs the graph."""
 
 
+_DONE = torch.empty(0, dtype=torch.int64)
+
+
+"""What says that an effect has taken place. It holds nothing, so where nobody would note that it is
+always the same, it is."""
+
+
 def _order() -> Tensor:
     return torch.empty(0, dtype=torch.int64)
 
 
-def _context(token: Tensor) -> Any:
-    return passes.context_of(token)
+def _fresh(result: Any) -> Any:
+    """For the dispatcher, which wants every output to be a new one."""
+    if isinstance(result, tuple):
+        return tuple([_order() if part is _DONE else part for part in result])
+    return _order() if result is _DONE else result
 
 
 _straight: dict[str, Callable[..., Any]] = {}
@@ -86,11 +97,11 @@ def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def kernel(*args: Any) -> Any:
         with torch_private.above_autograd():
-            return function(*args)
+            return _fresh(function(*args))
 
     name = function.__name__
     _library.impl(name, kernel, "CompositeExplicitAutograd")
-    _straight[name] = kernel
+    _straight[name] = function
     return function
 
 
@@ -114,14 +125,11 @@ def call(
     context: Tensor,
     order: Tensor,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    where = site(key)
-    node = current_node()
-    begin = functools.partial(requests.begin, node, where, ints=ints)
     made, pending = calls.begin(
-        where.name, tensors, needs, anchor, _context(context), record, begin
+        site(key), tensors, ints, needs, anchor, context_of(context), record, requests.begin
     )
-    outputs = _arrived(made, key, node.wait(pending))
-    return new_token(made), outputs, _order()
+    outputs = _arrived(made, key, current_node().wait(pending))
+    return new_token(made), outputs, _DONE
 
 
 @_kernel
@@ -135,11 +143,11 @@ def issue(
     context: Tensor,
     order: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    where = site(key)
-    begin = functools.partial(requests.begin_future, current_node(), where, ints=ints)
-    made, future = calls.begin(where.name, tensors, needs, anchor, _context(context), record, begin)
+    made, future = calls.begin(
+        site(key), tensors, ints, needs, anchor, context_of(context), record, requests.begin_future
+    )
     made.future = future
-    return new_token(made), _order()
+    return new_token(made), _DONE
 
 
 @_kernel
@@ -153,11 +161,18 @@ def wait(
 ) -> tuple[list[Tensor], Tensor]:
     made: Call = record_of(token)
     future, made.future = made.future, None
-    return _arrived(made, key, future.wait()), _order()
+    if future is None:
+        raise TelegradError(
+            f"The result of a call ({made.where}) that a compiled function made was waited for "
+            "twice at the same time. Wait once, and pass the result on."
+        )
+    return _arrived(made, key, future.wait()), _DONE
 
 
 def _arrived(made: Call, key: str, result: Any) -> list[Tensor]:
     """The result of a call as the outputs of a node."""
+    if type(result) is Tensor and is_known(key):
+        return [made.take([result])[0].contiguous()]
     outputs: list[Tensor] = []
     template = take_apart(result, outputs)
     note_result(key, template, type(result).__name__)
@@ -190,14 +205,12 @@ def remote(
     order: Tensor,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     where = site(key)
-    node = current_node()
-    begin = functools.partial(requests.begin_remote, node, where, ints=ints)
     made, reference = calls.begin(
-        where.name, tensors, needs, anchor, _context(context), record, begin
+        where, tensors, ints, needs, anchor, context_of(context), record, requests.begin_remote
     )
     made.reference = reference
-    outputs = outputs_of(node, where, shapes, ints, needs, _no_unknown)
-    return new_token(made), [_phantom(output) for output in outputs], _order()
+    outputs = outputs_of(current_node(), where, shapes, ints, needs, _no_unknown)
+    return new_token(made), [_phantom(output) for output in outputs], _DONE
 
 
 def _phantom(output: Tensor) -> Tensor:
@@ -217,8 +230,11 @@ def _no_unknown() -> int:
 @_kernel
 def respond(token: Tensor, gradients: list[Tensor], places: list[int]) -> Tensor:
     made: Call = record_of(token)
-    with passes.failing_pass(made.context):
-        made.fire({p: g.clone() for p, g in zip(places, gradients, strict=True)})
+    try:
+        made.fire({p: leaving(g) for p, g in zip(places, gradients, strict=True)})
+    except BaseException as error:
+        passes.fail_pass(made.context, error)
+        raise
     return torch.zeros(1, dtype=torch.float64)
 
 
@@ -232,8 +248,11 @@ def collect(
     dtypes: list[torch.dtype],
 ) -> list[Tensor]:
     made: Call = record_of(token)
-    with passes.failing_pass(made.context):
+    try:
         found = made.await_gradients()
+    except BaseException as error:
+        passes.fail_pass(made.context, error)
+        raise
     return _gradients(needs, sizes, ndims, dtypes, found)
 
 
@@ -252,10 +271,11 @@ def _gradients(
             gradient = found.get(place)
             if gradient is None:
                 gradient = torch.zeros(shape, dtype=dtype)
-            gradients.append(
-                gradient.to_dense().contiguous() if gradient.is_sparse else gradient.contiguous()
-            )
-    return [*gradients, torch.zeros(())]
+            elif gradient.is_sparse:
+                gradient = gradient.to_dense()
+            gradients.append(gradient.contiguous())
+    gradients.append(torch.zeros(()))
+    return gradients
 
 
 # Contexts, passes, effects.
@@ -263,13 +283,13 @@ def _gradients(
 
 @_kernel
 def enter(order: Tensor) -> tuple[Tensor, Tensor]:
-    return passes.enter(), _order()
+    return passes.enter(), _DONE
 
 
 @_kernel
 def leave(context: Tensor, order: Tensor) -> Tensor:
     passes.leave(record_of(context))
-    return _order()
+    return _DONE
 
 
 @_kernel
@@ -281,22 +301,22 @@ def begin_pass(
     context: Tensor,
     order: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
-    passes.begin_pass(passes.context_of(context), retain, mode, timeout)
-    return [torch.ones_like(root) for root in roots], _order()
+    passes.begin_pass(context_of(context), retain, mode, timeout)
+    return [torch.ones_like(root) for root in roots], _DONE
 
 
 @_kernel
 def end_pass(
     leaves: list[Tensor], gradients: list[Tensor], context: Tensor, order: Tensor
 ) -> Tensor:
-    passes.end_pass(passes.context_of(context), leaves, gradients)
-    return _order()
+    passes.end_pass(context_of(context), leaves, gradients)
+    return _DONE
 
 
 @_kernel
 def perform(key: str, context: Tensor, order: Tensor) -> Tensor:
-    passes.perform(key, passes.context_of(context))
-    return _order()
+    passes.perform(key, context_of(context))
+    return _DONE
 
 
 # Shapes.

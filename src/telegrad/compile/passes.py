@@ -9,8 +9,9 @@ token, so the context is released when the frame of the graph goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.messages import Mode, Options
 from telegrad.autograd.service import Autograd, OpenPass
-from telegrad.compile.calls import new_token, record_of
+from telegrad.compile.calls import anchors, find_record, new_token, record_of
 
 
 @dataclass(slots=True, eq=False)
@@ -46,17 +47,23 @@ def enter() -> Tensor:
 
 
 def leave(entered: Entered) -> None:
-    entered.service.release(entered.context.id)
+    context = entered.context
+    enclosures = list(context.enclosures)
+    entered.service.release(context.id)
+    anchors.give_back(enclosures)
 
 
 def context_of(token: Tensor) -> Context | None:
     """The context that a token stands for; None: that of the thread."""
-    return record_of(token).context if token.item() else None
+    record = find_record(token)
+    if record is None and token.item():
+        record = record_of(token)
+    return None if record is None else record.context
 
 
 def begin_pass(context: Context | None, retain: bool, mode: str, timeout: float | None) -> None:
     context = context or require_context()
-    options = Options(retain_graph=retain, mode=Mode(mode))
+    options = Options.of(retain, False, Mode(mode))
     _open[context.id] = autograd_of().open_pass(context, options, timeout)
 
 
@@ -64,30 +71,34 @@ def end_pass(
     context: Context | None, leaves: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> None:
     context = context or require_context()
-    _open.pop(context.id).close(leaves, gradients)
+    found = [each for each in zip(leaves, gradients, strict=True) if not anchors.has(each[0])]
+    _open.pop(context.id).close(*(zip(*found, strict=True) if found else ((), ())))
 
 
-@contextmanager
-def failing_pass(context: Context | None) -> Iterator[None]:
-    """If a node of the backward part fails, the open pass does."""
+def fail_pass(context: Context | None, error: BaseException) -> None:
+    """A node of the backward part failed, and so does the open pass."""
     opened = None if context is None else _open.get(context.id)
-    if opened is None or engine_thread.running is not opened.run:
-        yield
-        return
-    with opened.failing():
-        yield
+    if opened is not None and engine_thread.running is opened.run:
+        with opened.failing():
+            raise error
 
 
-_effects: dict[str, Callable[[int], Any]] = {}
+_effects: dict[str, tuple[weakref.ref[Any], Callable[[Any, int], Any]]] = {}
 
 
 def perform(key: str, context: Context | None) -> None:
-    _effects[key]((context or require_context()).id)
+    owner, method = _effects[key]
+    method(owner(), (context or require_context()).id)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def effect(owner: object, method: str) -> str:
-    """The key under which `owner.method(context_id)` is performed. Runs while Dynamo traces."""
+    """The key under which `owner.method(context_id)` is performed. Runs while Dynamo traces.
+
+    What torch wraps around the method, such as hooks of optimizers, is traced: it must not take
+    place once more.
+    """
     key = f"{type(owner).__name__}.{method} #{id(owner)}"
-    _effects[key] = getattr(owner, method)
+    # Dynamo guards the owner, so whoever runs the graph has it.
+    _effects[key] = weakref.ref(owner), inspect.unwrap(getattr(type(owner), method))
     return key

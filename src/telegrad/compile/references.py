@@ -34,21 +34,24 @@ class Borrowed:
         self.handle = handle
 
 
-_known: weakref.WeakValueDictionary[Handle, RRef[Any]] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[tuple[int, ...], RRef[Any]] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def remember(rref: RRef[Any]) -> None:
     """A graph that is being traced uses this reference. Runs while Dynamo traces."""
-    _known[rref._handle] = rref
+    _known[(*rref._reference, *rref._handle)] = rref
 
 
 def known_reference(numbers: tuple[int, ...]) -> RRef[Any] | Borrowed:
     """The reference of these numbers. Several RRefs of a value's owner have the same: the one that
     was remembered may be gone, and another be there for which the guards hold."""
+    known = _known.get(numbers)
+    if known is not None:
+        return known
     rest = numbers[3:]
     handle = ForkId(*rest) if len(rest) == 2 else ReferenceId(*rest)
-    return _known.get(handle) or Borrowed(ReferenceId(*numbers[:3]), handle)
+    return Borrowed(ReferenceId(*numbers[:3]), handle)
 
 
 def real_reference(token: Tensor) -> RRef[Any]:

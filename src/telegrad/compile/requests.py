@@ -17,8 +17,17 @@ from telegrad.compile.references import known_reference, real_reference
 from telegrad.compile.sites import Site
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.futures import CallFuture, begin_async
-from telegrad.rpc.node import Node
-from telegrad.rpc.rref import RRef, begin_fetch, begin_method, remote_method, remote_reference
+from telegrad.rpc.node import current_node
+from telegrad.rpc.rref import (
+    RRef,
+    begin_fetch,
+    begin_method,
+    begin_method_async,
+    invocation,
+    remote_method,
+    remote_reference,
+)
+from telegrad.wire.codec import Packed
 
 
 def _arguments(
@@ -30,36 +39,54 @@ def _arguments(
     return arguments
 
 
-def _names_a_value(args: tuple[Any, ...]) -> bool:
-    return isinstance(args[0], RRef)
-
-
-def begin(node: Node, where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> Pending:
+def begin(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> Pending:
     """Begin a call for one who waits for it at once."""
     args, kwargs = _arguments(where, tensors, ints)
-    if where.function is call_method and _names_a_value(args):
-        return begin_method(args[0], where.timeout, *args[1:])
-    if where.function is value_of and _names_a_value(args) and not args[0].is_owner():
+    function = where.function
+    if function is call_method and isinstance(args[0], RRef):
+        message = _message(where, invocation(*args), tensors, ints)
+        rref, name, args, kwargs = args
+        return begin_method(rref, where.timeout, name, args, kwargs, message)
+    if function is value_of and isinstance(args[0], RRef) and not args[0].is_owner():
         return begin_fetch(args[0], where.timeout)
-    return node.call(where.worker, where.function, args, kwargs, where.timeout)
+    message = _message(where, (function, args, kwargs), tensors, ints)
+    node = current_node()
+    if message is not None:
+        return node.call_written(where.worker, function, message, where.timeout)
+    return node.call(where.worker, function, args, kwargs, where.timeout)
 
 
-def begin_future(
-    node: Node, where: Site, tensors: Sequence[Tensor], ints: Sequence[int]
-) -> CallFuture:
+def begin_future(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> CallFuture:
+    """Begin a call for one who may wait later, or never: the answer is taken in when it comes."""
     args, kwargs = _arguments(where, tensors, ints)
-    if where.function is call_method and _names_a_value(args):
-        rref, method, args, kwargs = args
-        future: CallFuture = getattr(rref.rpc_async(where.timeout), method)(*args, **kwargs)
-        return future
-    return begin_async(node, where.worker, where.function, args, kwargs, where.timeout)
+    function = where.function
+    if function is call_method and isinstance(args[0], RRef):
+        message = _message(where, invocation(*args), tensors, ints)
+        rref, name, args, kwargs = args
+        return begin_method_async(rref, where.timeout, name, args, kwargs, message)
+    message = _message(where, (function, args, kwargs), tensors, ints)
+    node = current_node()
+    return begin_async(node, where.worker, function, args, kwargs, where.timeout, message)
 
 
-def begin_remote(
-    node: Node, where: Site, tensors: Sequence[Tensor], ints: Sequence[int]
-) -> RRef[Any]:
+def _message(
+    where: Site, request: object, tensors: Sequence[Tensor], ints: Sequence[int]
+) -> Packed | None:
+    """What is to be sent for a request, if it was written before; else it is written down."""
+    written = where.written
+    if written is None:
+        return None
+    message = written.find(tensors, ints)
+    if message is None:
+        written.write(current_node(), where.worker.id, request, tensors, ints)
+    return message
+
+
+def begin_remote(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> RRef[Any]:
     args, kwargs = _arguments(where, tensors, ints)
-    if where.function is call_method and _names_a_value(args):
+    if where.function is call_method and isinstance(args[0], RRef):
         rref, method, args, kwargs = args
         return remote_method(rref, where.timeout, method, args, kwargs)
-    return remote_reference(node, where.worker, where.function, args, kwargs, where.timeout)
+    return remote_reference(
+        current_node(), where.worker, where.function, args, kwargs, where.timeout
+    )

@@ -108,6 +108,11 @@ def result_template(key: str) -> Any:
     return answer.template
 
 
+def is_known(key: str) -> bool:
+    """Whether it is known what a call of this site returns."""
+    return key in _latest
+
+
 def note_result(key: str, template: Template | None, kind: str) -> None:
     """A call returned that was never traced: a node that runs outside of compiled functions."""
     if key not in _latest:

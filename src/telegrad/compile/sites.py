@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 from telegrad.compile.arguments import Builder, Template, builder
-from telegrad.compile.handles import constant
+from telegrad.compile.handles import call_method, constant
+from telegrad.compile.written import Written, may_be_kept
 from telegrad.rpc.node import Node, current_node
 from telegrad.rpc.worker import WorkerInfo
 
@@ -44,6 +45,15 @@ class Site:
     @functools.cached_property
     def arguments(self) -> Builder:
         return builder(self.template)
+
+    @functools.cached_property
+    def written(self) -> Written | None:
+        """The messages that were sent from here, if they may be sent again."""
+        template = self.template
+        if self.function is call_method:
+            _, (_, _, *rest), _ = template
+            template = ("tuple", *rest) if template[1][1][0] == "rref" else ("made", 0)
+        return Written() if may_be_kept(template) else None
 
 
 _sites: dict[str, Site] = {}

@@ -78,7 +78,11 @@ class Fakes:
                 self._symbols.setdefault(symbol, ("input", place, dimension))
                 # Torch reasons about symbols as if they were at least 2.
                 self._guards.append(("GreaterThan", self._symbols[symbol], 2))
-        return fake.requires_grad_(needs_gradient)
+        if not needs_gradient:
+            return fake
+        # What arrives is not a leaf: the function may change it.
+        with self._mode, torch.enable_grad():
+            return fake.requires_grad_().clone()
 
     def integer(self, place: int, value: int) -> Any:
         """An integer that is a symbol."""
@@ -139,6 +143,10 @@ class above_autograd:
             _set_excluded(key, True)
 
 
+set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+"""What `torch.set_grad_enabled` does, without the object that undoes it."""
+
+
 class _Straight:
     """Stands for the function that dispatches an operator, and leaves it out where it adds nothing.
 
@@ -158,9 +166,10 @@ class _Straight:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (
             kwargs
-            or torch.is_grad_enabled()
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._autograd._profiler_enabled()
+            or _is_grad_enabled()
+            or _modes_of_dispatch()
+            or _is_profiling()
+            or _is_excluded(_AUTOGRAD[0])
             or type(args[self._place]) is not Tensor
         ):
             return self._dispatch(*args, **kwargs)
@@ -171,6 +180,11 @@ class _Straight:
 
     def __eq__(self, other: object) -> bool:
         return self is other or self._dispatch == other
+
+
+_is_grad_enabled = torch.is_grad_enabled
+_modes_of_dispatch = torch._C._len_torch_dispatch_stack
+_is_profiling = torch._C._autograd._profiler_enabled
 
 
 def go_straight(operator: Any, kernel: Callable[..., Any], place: int) -> None:

@@ -15,6 +15,7 @@ from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import Node
 from telegrad.rpc.torch_private import fail_future
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.codec import Packed
 
 _thread = threading.local()
 
@@ -70,8 +71,9 @@ def begin_async(
     args: tuple[Any, ...] | list[Any],
     kwargs: dict[str, Any] | None,
     timeout: float | None,
+    message: Packed | None = None,
 ) -> CallFuture:
-    """Begin a call and give its future."""
+    """Begin a call and give its future. `message` is what is to be sent, if it was written."""
     future = CallFuture()
 
     def settle(pending: Pending) -> None:
@@ -86,5 +88,8 @@ def begin_async(
             _thread.settles = outer
 
     future._node = node
-    future._pending = node.call(to, target, args, kwargs, timeout, settle)
+    if message is None:
+        future._pending = node.call(to, target, args, kwargs, timeout, settle)
+    else:
+        future._pending = node.call_written(to, target, message, timeout, settle)
     return future

@@ -188,6 +188,20 @@ class Node:
         request = (target, args, kwargs or {})
         return self._begin(to, target, request, self.crossing.current(), timeout, on_settled)
 
+    def call_written(
+        self,
+        to: WorkerInfo,
+        target: object,
+        message: Packed,
+        timeout: float | None,
+        on_settled: Callable[[Pending], None] | None = None,
+    ) -> Pending:
+        """As `call`, with a message that was written before."""
+        if self.closed:
+            raise NotInitialized()
+        limit = self.timeout if timeout is None else timeout
+        return self._begin(to, target, message, self.crossing.current(), limit, on_settled)
+
     def ask(self, to: int, operation: str, payload: object, scope: Scope | None) -> Pending:
         """Begin a call of one of the other node's own operations, under a scope of its own.
 
@@ -450,7 +464,8 @@ class Node:
     def _prepare(self, value: object, to: int, scope: Scope | None) -> tuple[Packed, bytes]:
         """A message and the note that goes with it. `Values.packed` has to follow."""
         try:
-            packed = pack(value, self.passage(to), self.trust)
+            passage = self.passage(to)
+            packed = value if isinstance(value, Packed) else pack(value, passage, self.trust)
             if not self._usual_limits:
                 self._check_size(packed)
             if scope is None:

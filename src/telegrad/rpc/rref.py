@@ -23,9 +23,11 @@ from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
 from telegrad.rpc.results import as_result
 from telegrad.rpc.values import read_reference, read_transfer
 from telegrad.rpc.worker import WorkerInfo
-from telegrad.wire.codec import Trust, export, extend
+from telegrad.wire.codec import Packed, Trust, export, extend
 
 T = TypeVar("T")
+INVOKE = "invoke"
+"""The operation that calls a method of a value."""
 
 
 class RRef(Generic[T]):
@@ -157,7 +159,7 @@ class RRef(Generic[T]):
         """As `rpc_sync`, but each call gives a future."""
         if is_dynamo_compiling():
             return _traced().MethodsOf(self, timeout, 1)
-        return _Proxy(self, timeout, _invoke_async)
+        return _Proxy(self, timeout, begin_method_async)
 
     def remote(self, timeout: float | None = None) -> Any:
         """As `rpc_sync`, but each call gives a reference to its result."""
@@ -327,16 +329,29 @@ def begin_method(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
+    message: Packed | None = None,
 ) -> Pending:
     """Begin a call of a method of the value, for one who will `finish_method` it.
 
-    The short way for telegrad's own parts: no future that others might wait for as well.
+    The short way for telegrad's own parts: no future that others might wait for as well. `message`
+    is the `invocation` if it was written before.
     """
     rref._check_usable("a call of one of its methods")
-    call = (tuple(rref._reference), name, args, kwargs or {})
-    pending = rref._node.call(rref.owner(), "invoke", call, None, timeout)
+    node = rref._node
+    if message is not None:
+        pending = node.call_written(rref.owner(), INVOKE, message, timeout)
+    else:
+        call = (tuple(rref._reference), name, args, kwargs or {})
+        pending = node.call(rref.owner(), INVOKE, call, None, timeout)
     pending.target = _Method(rref, name)
     return pending
+
+
+def invocation(
+    rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[object, ...]:
+    """What `begin_method` sends."""
+    return (INVOKE, (tuple(rref._reference), name, args, kwargs), {})
 
 
 def finish_method(rref: RRef[Any], pending: Pending) -> Any:
@@ -376,11 +391,18 @@ def _invoke_sync(
     return rref._node.wait(begin_method(rref, timeout, name, args, kwargs))
 
 
-def _invoke_async(
-    rref: RRef[Any], timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+def begin_method_async(
+    rref: RRef[Any],
+    timeout: float | None,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    message: Packed | None = None,
 ) -> CallFuture:
+    """As `begin_method`, for one who may wait later, or never."""
+    rref._check_usable("a call of one of its methods")
     call = (tuple(rref._reference), name, args, kwargs)
-    future = begin_async(rref._node, rref.owner(), "invoke", call, None, timeout)
+    future = begin_async(rref._node, rref.owner(), INVOKE, call, None, timeout, message)
     future._pending.target = _Method(rref, name)
     return future
 

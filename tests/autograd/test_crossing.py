@@ -20,6 +20,9 @@ CROSSING = AutogradCrossing()
         Note(5, recording=False),
         Note((7 << 48) + 1, (65535 << 48) + 3, (0, 2, 70000), (1 << 48 | 1, 2)),
         Note(1, 2, (0,)),
+        Note(5, alone=True),
+        Note(5, recording=False, alone=True),
+        Note(1, 2, (0,), alone=True),
     ],
 )
 def test_a_note_is_read_as_it_was_written(note: Note) -> None:

@@ -120,6 +120,21 @@ class Container:
         """How many contexts of which this worker is the origin are not released."""
         return len(self._live)
 
+    def is_alone(self, context: Context) -> bool:
+        """Whether all contexts that were made here before this one are released."""
+        live = self._live
+        return len(live) == 1 and context.id in live
+
+    def earlier(self, context: Context) -> list[Context]:
+        """The contexts here that the same origin made before this one."""
+        if len(self._contexts) == 1:
+            return []
+        origin, number = context.origin, context.id
+        with self._lock:
+            return [
+                c for i, c in self._contexts.items() if i < number and i >> WORKER_SHIFT == origin
+            ]
+
     def census(self) -> Census:
         """What the other workers are told of the contexts that were made here."""
         with self._lock:

@@ -17,6 +17,10 @@ leaves and one *recv* on the worker it reaches, with the same message id.
 Beside the tensors travels a short *note*: context id, message id, which tensors need gradient,
 and which passes had begun at the sender. Those passes do not wait for this message; any other pass
 that has begun at the receiver does, and is answered by *none* at once.
+
+The note with which a worker first hears of a context may say that its origin has released all
+earlier ones. A release is told a little late (see `releases`); without this, the gradients of one
+step of training would still be in memory while the next one makes its own.
 """
 
 from __future__ import annotations
@@ -139,6 +143,7 @@ def make_recv(message: int, index: int, peer: int, tensor: Tensor) -> tuple[Tens
     return received, node
 
 
+_RECORDING, _ALONE = 1, 2
 _NOTE_HEAD = struct.Struct("<QQHH")
 _NOTE_OF_ONE = struct.Struct("<QQHHI")
 
@@ -151,6 +156,8 @@ class Note(NamedTuple):
     indices: tuple[int, ...] = ()
     begun: tuple[int, ...] = ()
     recording: bool = True
+    alone: bool = False
+    """The origin of the context has released all that it made before."""
 
     def pack(self) -> bytes:
         return pack_note(*self)
@@ -166,27 +173,30 @@ def pack_note(
     indices: Sequence[int] = (),
     begun: Sequence[int] = (),
     recording: bool = True,
+    alone: bool = False,
 ) -> bytes:
     """A note as it travels. Every call makes one, so it need not become a `Note` first."""
+    flags = recording | _ALONE if alone else recording
     if len(indices) == 1 and not begun:
-        return _NOTE_OF_ONE.pack(context, message, 0, recording, indices[0])
-    head = _NOTE_HEAD.pack(context, message, len(begun), recording)
+        return _NOTE_OF_ONE.pack(context, message, 0, flags, indices[0])
+    head = _NOTE_HEAD.pack(context, message, len(begun), flags)
     if not message:
         return head
     return head + struct.pack(f"<{len(begun)}Q{len(indices)}I", *begun, *indices)
 
 
-def unpack_note(data: bytes) -> tuple[int, int, tuple[int, ...], tuple[int, ...], bool]:
+def unpack_note(data: bytes) -> tuple[int, int, tuple[int, ...], tuple[int, ...], bool, bool]:
     """The fields of a `Note`."""
     try:
-        context, message, begun, recording = _NOTE_HEAD.unpack_from(data)
+        context, message, begun, flags = _NOTE_HEAD.unpack_from(data)
         rest = len(data) - _NOTE_HEAD.size - 8 * begun
         numbers = struct.unpack_from(f"<{begun}Q{rest // 4}I", data, _NOTE_HEAD.size)
     except struct.error as error:
         raise AutogradError(
             f"An autograd note of {len(data)} bytes cannot be read: {error}."
         ) from error
-    return context, message, numbers[begun:], numbers[:begun], bool(recording)
+    recording, alone = bool(flags & _RECORDING), bool(flags & _ALONE)
+    return context, message, numbers[begun:], numbers[:begun], recording, alone
 
 
 class Records(Protocol):
@@ -196,6 +206,8 @@ class Records(Protocol):
     next_message: Callable[[], int]
 
     def missed(self, context: Context, passes: list[int], record: RecvRecord) -> None: ...
+
+    def end_earlier(self, context: Context) -> None: ...
 
 
 def service_of(node: Any) -> Records:
@@ -211,11 +223,14 @@ class AutogradCrossing:
     def leaving(self, node: Any, to: int, tensors: Sequence[Tensor], scope: Scope) -> bytes:
         """Record a send if the message needs one; the note that travels with it."""
         context = scope.context
-        context.known_workers.add(to)
+        alone = False
+        if to not in context.known_workers:
+            context.known_workers.add(to)
+            alone = service_of(node).container.is_alone(context)
         if context.released:
             return b""
         if not scope.recording:
-            return pack_note(context.id, recording=False)
+            return pack_note(context.id, recording=False, alone=alone)
         indices: list[int] = []
         sent: list[Tensor] = []
         shapes: list[tuple[torch.Size, torch.dtype]] = []
@@ -225,7 +240,7 @@ class AutogradCrossing:
                 sent.append(tensor)
                 shapes.append((tensor.shape, tensor.dtype))
         if not indices:
-            return pack_note(context.id)
+            return pack_note(context.id, alone=alone)
         message = service_of(node).next_message()
         record: SendRecord | EnclosedSend
         if scope.enclosed is None:
@@ -233,7 +248,8 @@ class AutogradCrossing:
         else:
             scope.enclosed.sent(message, sent)
             record = EnclosedSend(message, to, shapes)
-        return pack_note(context.id, message, indices, context.add_send(record))
+        begun = context.add_send(record)
+        return pack_note(context.id, message, indices, begun, alone=alone)
 
     def arriving(
         self, node: Any, sender: int, note: bytes, tensors: list[Tensor]
@@ -241,11 +257,13 @@ class AutogradCrossing:
         """Record a recv if the note names one; the tensors as the user sees them."""
         if not note:
             return tensors, None
-        context_id, message, indices, begun, recording = unpack_note(note)
+        context_id, message, indices, begun, recording, alone = unpack_note(note)
         service = service_of(node)
         context = service.container.join(context_id, sender)
         if context is None:
             return tensors, None
+        if alone and sender == context.origin:
+            service.end_earlier(context)
         if message:
             record, tensors = _receive(sender, message, indices, tensors)
             missed = context.add_recv(record, begun)

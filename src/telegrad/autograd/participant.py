@@ -417,6 +417,9 @@ class Participant:
             end_work(outside)
         self.context.keep(self.pass_id, run.gradients)
         run.close()
+        # The run knows this participant. As a cycle the two would keep the gradients until the
+        # garbage collector comes by, which is steps of training later.
+        self._run = None
         part.complete = True
         self._retire()
 

@@ -76,6 +76,16 @@ class Autograd:
             self._end(context, "Context {} was released during backward.")
             self._releases.add(context, self.container.still_open)
 
+    def end_earlier(self, context: Context) -> None:
+        """The origin of a context has released all that it made before: hold nothing for those.
+
+        They are not forgotten yet. That is up to the census, which will be passed on to those who
+        know them.
+        """
+        for earlier in self.container.earlier(context):
+            if not earlier.released:
+                self._end(earlier, "Context {} was released during backward.")
+
     def _on_describe(self, sender: int, context_id: int) -> Part | None:
         return part_of(self.container.find(_number(context_id)))
 

@@ -69,6 +69,7 @@ class Watch:
         self._order = itertools.count()
         self._closed = False
         self._again = TICK
+        self._poked = False
         self.sleeping = False
         self._thread = threading.Thread(target=self._live, name="telegrad-watch", daemon=True)
 
@@ -78,9 +79,13 @@ class Watch:
     def poke(self) -> None:
         """Wake the watch if it sleeps. Safe from anywhere, a garbage collection included."""
         if self.sleeping:
-            self.sleeping = False
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._wake, 1)
+            self._poked = True
+            self._rouse()
+
+    def _rouse(self) -> None:
+        self.sleeping = False
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
 
     def register(self, descriptor: int, notice: Callable[[int], None], events: int) -> None:
         self._notices[descriptor] = notice
@@ -101,7 +106,11 @@ class Watch:
         timer = Timer(time.monotonic() + delay, work)
         with self._lock:
             heapq.heappush(self._timers, (timer.due, next(self._order), timer))
-        self.poke()
+            is_next = self._timers[0][2] is timer
+        # Not a poke, after which the watch looks often for a while: an idle worker, too, has a
+        # timer that sets itself again.
+        if is_next and self.sleeping:
+            self._rouse()
         return timer
 
     def _live(self) -> None:
@@ -134,7 +143,9 @@ class Watch:
             if descriptor == self._wake:
                 with contextlib.suppress(OSError):
                     os.eventfd_read(self._wake)
-                active_until = time.monotonic() + ACTIVE_FOR
+                if self._poked:
+                    self._poked = False
+                    active_until = time.monotonic() + ACTIVE_FOR
             else:
                 notice = self._notices.get(descriptor)
                 if notice is not None:

@@ -307,6 +307,7 @@ class Agent:
             freed=connected.freed,
             limits=self._limits,
             group=connected.group,
+            name=connected.name,
         )
 
     def _meet(self, member: Member, session: str, deadline: float) -> Visit:
@@ -364,6 +365,10 @@ class Agent:
             visitor.stream.close()
         elif visitor.hello.purpose == "resume":
             self._resume_incoming(visitor)
+        elif visitor.hello.purpose == "lane":
+            incoming = self._incoming.get(visitor.hello.worker_id)
+            if incoming is None or not self._attach(incoming, visitor.hello.session, visitor):
+                visitor.close()
         else:
             self._welcome(visitor)
 
@@ -391,6 +396,11 @@ class Agent:
         if hello.purpose == "probe":
             return 0
         self._announced.wait(PATIENCE)
+        if hello.purpose == "lane":
+            present = self._incoming.get(hello.worker_id)
+            if present is None or not hello.session or present.link.name != hello.session:
+                return Refuse(f"worker {self.node.info.name!r} has no such connection")
+            return 0
         if hello.purpose != "resume":
             session.append(hello.session)
             with self.silence:
@@ -420,6 +430,18 @@ class Agent:
         else:
             incoming.start()
 
+    def widen(self, outgoing: Outgoing, name: str) -> None:
+        """Give a connection a lane. Without one, large tensors travel as they did before."""
+        try:
+            visit = meet(self._meeting, self.node.info, outgoing.member, name, 0, "lane")
+        except OSError:
+            return
+        if not self._attach(outgoing, name, visit):
+            visit.close()
+
+    def _attach(self, end: Outgoing | Incoming, name: str, connected: Connected) -> bool:
+        return end.link.attach(name, connected.stream, self.threads.run)
+
     # Breaks.
 
     def mend(self, outgoing: Outgoing, reason: str) -> None:
@@ -438,7 +460,7 @@ class Agent:
                     outgoing.link.session.seen,
                     "resume",
                 )
-                outgoing.link.resume(visit.stream, visit.peer_has_seen, visit.group)
+                outgoing.link.resume(visit.stream, visit.peer_has_seen, visit.group, visit.name)
                 outgoing.resumed()
                 return
             except (HandshakeError, SessionError, LinkClosed) as error:
@@ -481,7 +503,8 @@ class Agent:
             visitor.close()
             return
         try:
-            incoming.link.resume(visitor.stream, visitor.hello.resume_at, visitor.group)
+            resume_at = visitor.hello.resume_at
+            incoming.link.resume(visitor.stream, resume_at, visitor.group, visitor.name)
         except (SessionError, LinkClosed) as error:
             visitor.close()
             self.lose(worker, f"its connection broke and could not be mended ({error})")

@@ -50,7 +50,7 @@ from telegrad.wire.keys import JobKey, tls_contexts
 from telegrad.wire.stream import PlainStream, Stream
 from telegrad.wire.tls import TlsStream
 
-PROTOCOL = 1
+PROTOCOL = 2
 PATIENCE = 10.0
 ARENA_BYTES = 1 << 30
 KEY_FILE = "key"
@@ -169,6 +169,8 @@ class Connected:
     view: ArenaView | None
     freed: deque[int]
     group: TensorGroup | None
+    name: str
+    """What both ends call the connection, if it may have a lane (`wire/lane.py`); else empty."""
 
     def close(self) -> None:
         self.stream.close()
@@ -221,7 +223,8 @@ def meet(
         if handshake.peer.incarnation != member.incarnation:
             raise HandshakeError(f"{whom} is another incarnation than the one that joined")
         shared, group = _equip(meeting, channel, sock, address, purpose, rank=0)
-        return Visit(channel.stream(), *shared, group, handshake.peer.resume_at)
+        name = _name(meeting, address, handshake)
+        return Visit(channel.stream(), *shared, group, name, handshake.peer.resume_at)
     except BaseException:
         sock.close()
         raise
@@ -263,7 +266,14 @@ def greet(
     _shake_hands(channel, handshake)
     assert handshake.peer is not None
     shared, group = _equip(meeting, channel, sock, address, handshake.peer.purpose, rank=1)
-    return Visitor(channel.stream(), *shared, group, handshake.peer)
+    name = _name(meeting, address, handshake)
+    return Visitor(channel.stream(), *shared, group, name, handshake.peer)
+
+
+def _name(meeting: Meeting, address: Address, end: ClientHandshake | ServerHandshake) -> str:
+    """Under TLS a second connection gains next to nothing (`benchmarks/streams.py`)."""
+    in_the_clear = isinstance(address, TcpAddress) and not address.tls
+    return end.name if in_the_clear and meeting.tensors is None else ""
 
 
 def _equip(

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 RECEIVE_TIMEOUT = 0.05
 MAX_CALLS_IN_FLIGHT = 8192
 BACKLOG = 32
+MOST_LANES = 8
 PAUSE_FOR_ROOM = 0.001
 
 
@@ -63,6 +64,7 @@ class Outgoing:
         self._heir: Pending | None = None
         self._armed = False
         self._completed: list[Pending] = []
+        self._lanes_asked = 0
         self._cargo = Cargo(partial(agent.node.calls.is_open, member.info.id))
         link.while_blocked = self._read_while_blocked
         link.nudge = agent.watch.poke
@@ -72,6 +74,13 @@ class Outgoing:
         self.link.stream.set_receive_timeout(RECEIVE_TIMEOUT)
         self._descriptor = self.link.stream.fileno()
         self.agent.watch.register(self._descriptor, self._noticed, ENDED)
+        if self.link.name and self._lanes_asked < MOST_LANES:
+            self.link.widen = self._widen
+
+    def _widen(self) -> None:
+        """A lane would be of use. One after the other that breaks is worse than none."""
+        self._lanes_asked += 1
+        self.agent.threads.run(partial(self.agent.widen, self, self.link.name))
 
     # Waiting and reading.
 

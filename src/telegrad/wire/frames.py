@@ -3,8 +3,9 @@
     header | buffer table | freed slots | note | meta | inline buffers
 
 The header has a fixed size and says how many bytes follow it. The buffer table has one row per
-tensor buffer: its length, and where it is: `INLINE`, at an offset in the sender's arena, or on its
-way through the connection's process group under a tag (`GROUP` and the tag). Freed
+tensor buffer: its length, and where it is: `INLINE`, at an offset in the sender's arena, on its
+way through the connection's process group under a tag (`GROUP` and the tag), or with so many of its
+bytes inline and the others on the connection's lane (`SPLIT` and the number of the former). Freed
 slots are arena offsets that the sender of this frame gives back to its receiver. The note belongs
 to the layer above the calls (autograd) and has a few bytes per tensor; the meta is what the codec
 wrote. No number of a frame that the codec has made may exceed its field: a frame that fails after
@@ -25,6 +26,7 @@ HEADER = struct.Struct("<BB2xIIIIQQQQ")
 HEADER_SIZE = HEADER.size
 INLINE = (1 << 64) - 1
 GROUP = 1 << 63
+SPLIT = 1 << 62
 ROW = 16
 SLOT = 8
 
@@ -72,10 +74,10 @@ def head_of(
     rows: Sequence[tuple[int, int]],
     seq: int,
     ack: int,
+    inline: int,
 ) -> bytes:
-    """A frame that frees no slots, up to its inline buffers."""
+    """A frame that frees no slots, up to its inline buffers, of which there are so many bytes."""
     table = b"".join(struct.pack("<2Q", *row) for row in rows)
-    inline = sum(size for size, place in rows if place == INLINE)
     total = len(table) + len(note) + len(meta) + inline
     counts = (len(note), len(rows), 0, len(meta), total)
     return b"".join((HEADER.pack(kind, 0, *counts, seq, ack, call_id), table, note, meta))

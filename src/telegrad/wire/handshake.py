@@ -179,10 +179,16 @@ class _End:
         self._key = hmac.digest(key, b"telegrad handshake 1", hashlib.sha256)
         self._other = other
         self._mine = _OPENING.pack(MAGIC, VERSION, secrets.token_bytes(32))
+        self._openings = b""
         self._gathered = bytearray()
         self._step: Callable[[bytes], bytes | None] = self._on_opening
         self._silence = "closed the connection before it said anything"
         self._failure: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What both ends call this connection, and no other: it follows from both nonces."""
+        return hashlib.sha256(b"telegrad connection\0" + self._openings).hexdigest()
 
     def receive(self, data: bytes) -> bytes | None:
         """Take received bytes, b"" for end-of-file; return what is to be sent, if anything."""

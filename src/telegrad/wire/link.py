@@ -15,8 +15,9 @@ they sent is kept. `resume` puts a new stream below the session: each end resend
 not seen. A frame counts as seen when all of it is here, and only then are its shared-memory slots
 mapped or given back: a frame that is cut in the middle leaves no trace.
 
-A connection may have a process group beside it (`group.py`). A frame whose large tensors travel by
-it is kept for a resend in another shape, with all of them inline: the group breaks with the stream.
+A connection may have a process group beside it (`group.py`), or a second connection (`lane.py`). A
+frame whose large tensors travel by either is kept for a resend in another shape, with all of them
+inline: what is beside a stream breaks with it.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from telegrad.wire.frames import (
     head_of,
 )
 from telegrad.wire.group import Arrival, GroupFailed, TensorGroup, Transfer
+from telegrad.wire.lane import Lane, LanePart, Run, are_large, cut, inline_bytes, is_split
 from telegrad.wire.primitives import ByteBuffer
 from telegrad.wire.session import Session, SessionError
 from telegrad.wire.stream import Stream
@@ -108,6 +110,7 @@ class _Incoming:
     filled: int = 0
     opened: bool = False
     arrays: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    arrivals: list[LanePart] = field(default_factory=list)
 
 
 class Link:
@@ -122,9 +125,12 @@ class Link:
         freed: deque[int] | None = None,
         limits: FrameLimits = LIMITS,
         group: TensorGroup | None = None,
+        name: str = "",
     ) -> None:
-        """`freed` is where `view` puts the slots that died here; `group` belongs to the stream."""
+        """`freed` is where `view` puts the slots that died here; `group` belongs to the stream, and
+        so does `name`, by which both ends know it if it may have a lane."""
         self.stream = stream
+        self.name = name
         self.session: Session[bytes | _Borrowed] = Session()
         self.closed = False
         self.broken = False
@@ -138,6 +144,9 @@ class Link:
         self._arena = arena
         self._view = view
         self._group = group
+        self._lane: Lane | None = None
+        self.widen: Callable[[], None] | None = None
+        """Called once, when a lane would have been of use."""
         self.while_blocked: Callable[[], None] = self._wait_writable
         self.nudge: Callable[[], None] = _nobody_looks
         self.freed: deque[int] = deque() if freed is None else freed
@@ -182,6 +191,13 @@ class Link:
             frame = (kind, call_id, meta, buffers, note, tensors, deadline)
             if self._send_by_group(group, *frame):
                 return
+        if (
+            buffers
+            and (self._lane is not None or self.widen is not None)
+            and are_large(buffer.nbytes for buffer in buffers)
+            and self._send_split(kind, call_id, meta, buffers, note, tensors, deadline)
+        ):
+            return
         rows: list[int] = []
         inline: list[memoryview] = []
         total = len(meta) + len(note)
@@ -244,13 +260,9 @@ class Link:
                     if self._group is not group or self.broken:
                         return False
                     seq, ack = self.session.stamp()
-                    as_sent, again = (
-                        head_of(kind, call_id, meta, note, each, seq, ack)
-                        for each in (rows, [(size, INLINE) for size, _ in rows])
-                    )
-                    kept = _Borrowed(
-                        (again, *buffers), tuple((tensor, tensor._version) for tensor in tensors)
-                    )
+                    here = sum(map(_size, inline))
+                    as_sent = head_of(kind, call_id, meta, note, rows, seq, ack, here)
+                    kept = _kept_whole(kind, call_id, meta, buffers, note, tensors, seq, ack)
                     self.session.keep(seq, kept, sum(map(_size, kept.parts)) - HEADER_SIZE)
                     whole = b"".join((as_sent, *inline))
                     self._queue.append(whole)
@@ -291,6 +303,73 @@ class Link:
         """A group failed, and the stream that it belongs to has to be made anew with it."""
         with self._lock:
             is_present = self._group is group
+        if is_present:
+            self.mark_broken()
+
+    def _send_split(
+        self,
+        kind: int,
+        call_id: int,
+        meta: bytes,
+        buffers: Sequence[memoryview],
+        note: bytes,
+        tensors: Sequence[Tensor],
+        deadline: float,
+    ) -> bool:
+        """Send a frame whose large buffers travel in two parts. False: there is no lane for it."""
+        lane = self._lane
+        if lane is None or not lane.is_ready:
+            self._ask_for_lane()
+            return False
+        rows, inline, beside = cut(buffers)
+        with self._lock:
+            if self.closed:
+                raise LinkClosed("the link is closed")
+            if self._lane is not lane or self.broken:
+                return False
+            seq, ack = self.session.stamp()
+            here = sum(map(_size, inline))
+            head = head_of(kind, call_id, meta, note, rows, seq, ack, here)
+            kept = _kept_whole(kind, call_id, meta, buffers, note, tensors, seq, ack)
+            self.session.keep(seq, kept, sum(map(_size, kept.parts)) - HEADER_SIZE)
+            self._queue += (head, *inline)
+            self._queued_bytes += len(head) + here
+            self.sent_bytes += sum(map(_size, beside))
+            self._ticket += 1
+            ticket, taken = self._ticket, None
+            # In one step with the frame: on the lane the parts come in the order of their frames.
+            last = lane.put(beside)
+            if not self._writing:
+                self._writing = True
+                taken = self._take_queue()
+        lane.go()
+        if taken is not None:
+            self._write_queue(*taken, deadline)
+        else:
+            with self._lock:
+                self._await_written(ticket, deadline)
+        lane.await_sent(last, deadline)
+        return True
+
+    def _ask_for_lane(self) -> None:
+        with self._lock:
+            ask, self.widen = self.widen, None
+        if ask is not None:
+            ask()
+
+    def attach(self, name: str, stream: Stream, run: Run) -> bool:
+        """Have a lane over a second stream. False: the connection that it is for has none to have,
+        or is gone."""
+        with self._lock:
+            if self.closed or self.broken or self._lane is not None or name != self.name:
+                return False
+            lane = self._lane = Lane(stream, run, lambda: self._break_with_lane(lane))
+        lane.open()
+        return True
+
+    def _break_with_lane(self, lane: Lane) -> None:
+        with self._lock:
+            is_present = self._lane is lane
         if is_present:
             self.mark_broken()
 
@@ -500,9 +579,10 @@ class Link:
 
     @property
     def is_halfway(self) -> bool:
-        """Whether a frame is here and its tensors are still on their way through the group: no byte
-        of the stream tells when they have come."""
-        return self._arriving is not None
+        """Whether a frame is here and its tensors are still on their way through the group or the
+        lane: no byte of the stream tells when they have come."""
+        large = self._large
+        return self._arriving is not None or (large is not None and bool(large.arrivals))
 
     def _fill(self, need: int) -> bool:
         if self._start == self._end:
@@ -590,28 +670,56 @@ class Link:
                         return False
                     large.filled += count
             if large.opened:
-                return True
+                return not large.arrivals or self._all_arrived(large)
             self._open_large(large)
+
+    def _all_arrived(self, large: _Incoming) -> bool:
+        for arrival in large.arrivals:
+            if not arrival.wait(CARRIED_TIMEOUT):
+                return False
+            if arrival.failed:
+                raise LinkBroken("the connection broke: its second half did")
+        return True
 
     def _open_large(self, large: _Incoming) -> None:
         """The head is here: allocate the buffers that it announces."""
         rows, total = large.header[3], large.header[6]
         table = struct.unpack_from(f"<{2 * rows}Q", large.head)
-        sizes = [table[2 * row] for row in range(rows) if table[2 * row + 1] == INLINE]
-        if len(large.head) + sum(sizes) != total:
+        own = [
+            (size, inline_bytes(size, place))
+            for size, place in zip(table[::2], table[1::2], strict=True)
+            if place == INLINE or is_split(place)
+        ]
+        if len(large.head) + sum(here for _, here in own) != total:
             raise CodecError("a frame's length and the lengths of its parts differ")
+        whole = len(large.head) + sum(size for size, _ in own)
+        lane = self._lane
+        if whole != total:
+            if lane is None:
+                raise CodecError("a frame refers to a lane that this link does not have")
+            if whole > self._limits.frame_bytes:
+                raise CodecError(f"a frame of {whole} bytes passes the limit")
+        elif self.widen is not None and are_large(size for size, _ in own):
+            self._ask_for_lane()
         try:
-            large.arrays = [warm.array(size) for size in sizes]
+            large.arrays = [warm.array(size) for size, _ in own]
         except (MemoryError, OSError):
-            raise CodecError(f"there is no memory for a frame of {total} bytes") from None
-        large.targets.extend(memoryview(array.data) for array in large.arrays if array.nbytes)
+            raise CodecError(f"there is no memory for a frame of {whole} bytes") from None
+        for array, (size, here) in zip(large.arrays, own, strict=True):
+            target = memoryview(array.data)
+            if here:
+                large.targets.append(target[:here])
+            if here < size and lane is not None:
+                large.arrivals.append(lane.receive(target[here:]))
         large.opened = True
 
     def _finish_large(self, large: _Incoming) -> Frame | None:
         kind, _, note_length, rows, freed, _, total, seq, ack, call_id = large.header
         table = struct.unpack_from(f"<{2 * rows + freed}Q", large.head)
         carried = _NOTHING if self._arriving is None else self._take_carried(self._arriving)
-        if not self._admit(seq, ack, total):
+        beside = sum(arrival.target.nbytes for arrival in large.arrivals)
+        self.received_bytes += beside
+        if not self._admit(seq, ack, total + beside):
             return None
         at = ROW * rows + SLOT * freed
         note = bytes(large.head[at : at + note_length])
@@ -620,8 +728,8 @@ class Link:
         buffers: list[ByteBuffer] = []
         for row in range(rows):
             size, place = table[2 * row : 2 * row + 2]
-            inline = place == INLINE
-            buffers.append(next(arrays) if inline else self._elsewhere(place, size, carried))
+            own = place == INLINE or is_split(place)
+            buffers.append(next(arrays) if own else self._elsewhere(place, size, carried))
         if freed:
             self._release(table[2 * rows :])
         if kind == Kind.HOUSEKEEPING:
@@ -713,12 +821,21 @@ class Link:
                 return
             self.broken = True
             group = self._group
+            # Before anybody is let go, who may change a tensor then: no more of it may leave.
+            self.stream.close()
+            if self._lane is not None:
+                self._lane.close()
             self._changed.notify_all()
-        self.stream.close()
         if group is not None:
             group.close()
 
-    def resume(self, stream: Stream, peer_has_seen: int, group: TensorGroup | None = None) -> None:
+    def resume(
+        self,
+        stream: Stream,
+        peer_has_seen: int,
+        group: TensorGroup | None = None,
+        name: str = "",
+    ) -> None:
         """Go on over a new stream: what the peer has not seen is put on the queue again, in order.
 
         To be called by the reader (or when there is none). It is not written here: both ends may
@@ -741,7 +858,9 @@ class Link:
                     "changed in place since: it cannot be sent again as it was"
                 )
             self.stream = stream
+            self.name = name
             self._group = group
+            self._lane = None
             self.broken = False
             self._start = self._end = 0
             self._large = self._arriving = None
@@ -758,7 +877,10 @@ class Link:
             self.closed = True
             self._queue.clear()
             self._changed.notify_all()
+            lane = self._lane
         self.stream.close()
+        if lane is not None:
+            lane.close()
         # Its memory goes now, not when a collection finds it; tensors in it keep what they have.
         if self._arena is not None:
             self._arena.close()
@@ -768,10 +890,28 @@ class Link:
             self._group.close()
         # Bound methods make circles, and what is in one keeps its descriptor until a collection.
         self.while_blocked = self.nudge = _nobody_looks
+        self.widen = None
 
 
 def _nobody_looks() -> None:
     """Who sets `Link.nudge` is told when a frame waits on the queue and no send may come soon."""
+
+
+def _kept_whole(
+    kind: int,
+    call_id: int,
+    meta: bytes,
+    buffers: Sequence[memoryview],
+    note: bytes,
+    tensors: Sequence[Tensor],
+    seq: int,
+    ack: int,
+) -> _Borrowed:
+    """A frame as it would be sent again: with all of its buffers inline."""
+    rows = [(buffer.nbytes, INLINE) for buffer in buffers]
+    inline = sum(size for size, _ in rows)
+    head = head_of(kind, call_id, meta, note, rows, seq, ack, inline)
+    return _Borrowed((head, *buffers), tuple((tensor, tensor._version) for tensor in tensors))
 
 
 def _size(part: Bytes) -> int:

@@ -2,7 +2,8 @@
 
 Two processes on loopback, one tensor, cut into as many parts as there are connections; each part is
 written and read by a thread of its own, in the clear and under TLS, with the streams of production.
-One connection is what telegrad uses. The cases take turns, and what is compared are medians.
+telegrad uses two for large tensors in the clear (`wire/lane.py`), and one else. The cases take
+turns, and what is compared are medians.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ from telegrad.wire.frames import GROUP, INLINE, SPLIT
 from telegrad.wire.stream import Stream
 
 THRESHOLD = 1 << 22
-"""Bytes. Below it the threads that have to be woken take longer than they save. Half of it, which is
-in the frame, never fits a small frame: those know no lanes."""
+"""Bytes. Below it the threads that have to be woken take longer than they save. Half of it, which
+is in the frame, never fits a small frame: those know no lanes."""
 _LONGEST_WAIT = 3600.0
 _READY = b"R"
 

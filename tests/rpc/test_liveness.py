@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from telegrad import rpc
+from telegrad.rpc.node import current_node
 from tests.rpc import functions
 from tests.rpc.fleet import Job
 
@@ -60,3 +61,23 @@ def test_a_killed_worker_is_lost_at_once_for_all_its_peers(make_job: MakeJob) ->
         assert "'b'" in message
     assert time.monotonic() - killed < 5
     assert job["a"].do(rpc.rpc_sync, "c", functions.echo, ("still",)) == "still"
+
+
+def await_look_at_a_stopped_worker() -> None:
+    """Return when this worker has seen that another one is stopped."""
+    lookout = current_node().transport.lookout
+    while not lookout._stopped_since:
+        time.sleep(0.01)
+
+
+def test_workers_that_were_stopped_and_continued_together_lose_nobody(make_job: MakeJob) -> None:
+    job = make_job("a", "b", liveness=1.0)
+    job["a"].do(rpc.rpc_sync, "b", functions.nothing)
+    job["b"].signal(signal.SIGSTOP)
+    job["a"].do(await_look_at_a_stopped_worker)
+    job["a"].signal(signal.SIGSTOP)
+    time.sleep(1.5)  # Longer than the liveness time, which is what this is about.
+    job["a"].signal(signal.SIGCONT)
+    job["a"].do(await_look_at_a_stopped_worker)
+    job["b"].signal(signal.SIGCONT)
+    assert job["a"].do(rpc.rpc_sync, "b", functions.echo, ("well",)) == "well"

@@ -44,6 +44,7 @@ class Lookout:
         self._turn = 0
         self._next_trim = 0.0
         self._stopped_since: dict[int, float] = {}
+        self._last_look = 0.0
         self._received: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._suspects: set[int] = set()
         self._heartbeat = Heartbeat(
@@ -83,8 +84,14 @@ class Lookout:
 
         A killed one breaks its links and is noticed by that; a stopped one keeps them, and those
         that we never met have none.
+
+        Who was stopped together with this process is to be judged by the time since it goes on: a
+        job that is stopped in a shell and continued there is continued one process after the other.
         """
         now = self._node.runtime.now()
+        if now - self._last_look > 2 * self._interval:
+            self._stopped_since.clear()
+        self._last_look = now
         lose = self._agent.lose
         for member in self._due():
             worker, vital = member.info.id, _vital(member)

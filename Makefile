@@ -60,8 +60,8 @@ bench-train: $(READY)  ## a training step over remote parts, stock and telegrad 
 bench-compile: $(READY)  ## a compiled step beside the eager one
 	$(BIN)/python -m benchmarks.compile
 
-compile-report: $(READY)  ## what compiles as one graph, by backend
-	$(BIN)/python -m benchmarks.compile_report
+compile-report: $(READY)  ## what compiles as one graph, by backend; ARGS=--write updates the docs
+	$(BIN)/python -m benchmarks.compile_report $(ARGS)
 
 fuzz: $(READY)  ## coverage-guided fuzzing of all that reads what others send; FUZZ_SECONDS=300
 	test -e $(VENV)/.fuzz || { $(BIN)/pip install --quiet -r requirements-fuzz.txt && touch $(VENV)/.fuzz; }

@@ -81,6 +81,7 @@ MESHES: dict[str, Use] = {
     "hash": lambda x, m: x + hash(m) % 7,
     "as return value": lambda x, m: (x + 1, m),
     "as attribute of an argument": lambda x, h: x + h.kept.size(0),
+    "as global": lambda x, m: x + current.kept.size(0) + current.kept.get_local_rank(0),
 }
 
 PLACEMENTS: dict[str, Use] = {
@@ -179,6 +180,33 @@ def sections() -> list[tuple[str, dict[str, Use], list[Any]]]:
     ]
 
 
+def try_fake_job(backend: str) -> str:
+    """A step for 512 workers, compiled and run in one process."""
+    import telegrad
+    from telegrad import autograd
+    from telegrad.nn import RemoteModule
+
+    counter = CompileCounterWithBackend(backend)
+
+    def train() -> list[Tensor]:
+        last = RemoteModule("worker511", torch.nn.Linear, (3, 3))
+
+        def step(x: Tensor) -> Tensor:
+            with autograd.context() as context_id:
+                loss = last(x * dist.get_world_size()).sum()
+                autograd.backward(context_id, [loss])
+            return loss.detach()
+
+        fast = torch.compile(step, backend=counter, fullgraph=True)
+        return [step(torch.ones(2, 3)), fast(torch.ones(2, 3)), fast(torch.ones(2, 3))]
+
+    with telegrad.testing.fake_job(512) as job:
+        losses = job.run(train)
+    if not all(torch.allclose(loss, losses[0]) for loss in losses):
+        return "differs"
+    return f"works, {counter.frame_count} compiled"
+
+
 def main(who: str, backends: list[str]) -> None:
     if who == "telegrad":
         import telegrad.compile  # noqa: F401 - installs the guards
@@ -188,6 +216,10 @@ def main(who: str, backends: list[str]) -> None:
             given = [Holder(o) for o in objects] if "of an argument" in name else objects
             row = [examine(use, given, backend) for backend in backends]
             print(json.dumps([f"{section}: {name}", row]), flush=True)
+    dist.destroy_process_group()
+    if who == "telegrad":
+        row = [try_fake_job(backend) for backend in backends]
+        print(json.dumps(["fake_job(512): a step with backward", row]), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Every use runs in eager mode and compiled with `fullgraph=True`, where a graph break is an error;
 results and gradients on all workers are compared. "n compiled" counts compilations over several
 runs: with other contexts, sizes or objects each time. Uses of process groups, meshes, placements
-and DTensor are in compile_objects.py, the others in compile_uses.py.
+and DTensor are in compile_objects.py, the others in compile_uses.py. `--write` puts the table into
+the docs.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +27,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 BACKENDS = ("eager", "aot_eager", "inductor")
-NAME, CELL = 46, 24
+NAME, CELL = 54, 24
+NOTHING = "has no such thing"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "compile.md"
+BEGIN, END = "<!-- compile-report -->", "<!-- end -->"
 
 
 def show(name: str, cells: list[str], stock: str) -> None:
@@ -58,6 +65,10 @@ def try_use(make: Callable[[], Any], shapes: list[tuple[int, ...]], backend: str
     return f"works, {counter.frame_count} compiled"
 
 
+def _parts(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
 def try_handles(make: Callable[[], list[Any]], use: Callable[..., Tensor], backend: str) -> str:
     from benchmarks.compile_uses import known
 
@@ -66,7 +77,11 @@ def try_handles(make: Callable[[], list[Any]], use: Callable[..., Tensor], backe
     fast = torch.compile(use, backend=counter, fullgraph=True)
     for handle in (*known.handles, known.handles[0]):
         x = torch.randn(4, 3)
-        torch.testing.assert_close(fast(x, handle), use(x, handle))
+        for got, expected in zip(_parts(fast(x, handle)), _parts(use(x, handle)), strict=True):
+            if isinstance(expected, Tensor):
+                torch.testing.assert_close(got, expected)
+            elif got is not expected:
+                return f"gives {got!r}, not {expected!r}"
     return f"works, {counter.frame_count} compiled"
 
 
@@ -79,7 +94,7 @@ def attempt(backend: str, use: Callable[..., str], *arguments: Any) -> str:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def report_calls(backends: list[str]) -> None:
+def report_calls(backends: list[str]) -> list[tuple[str, list[str], str]]:
     import telegrad.compile  # noqa: F401 - installs the guards
     from benchmarks.compile_uses import HANDLES, OTHERS, USES
 
@@ -89,25 +104,36 @@ def report_calls(backends: list[str]) -> None:
         *[(name, try_handles, made) for name, made in HANDLES.items()],
         *[(name, use, ()) for name, use in OTHERS.items()],
     ]
+    found = []
     for name, use, arguments in rows:
         cells = [attempt(backend, use, *arguments) for backend in backends]
-        show(name, cells, stock.get(name, "has no such thing"))
+        found.append((name, cells, stock.get(name, NOTHING)))
+        show(*found[-1])
+    return found
 
 
 # Stock torch.
 
 
-def in_process(*arguments: str) -> list[Any]:
-    """The lines of JSON that a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=1800
-    )
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+class Beside:
+    """A program that runs beside this one, and prints lines of JSON."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def lines(self) -> list[Any]:
+        said, _ = self._process.communicate(timeout=600)
+        return [json.loads(line) for line in said.splitlines() if line.startswith("[")]
 
 
 def stock_calls() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as directory:
-        return dict(in_process("benchmarks.compile_report", "--stock", f"{directory}/store"))
+        return dict(Beside("benchmarks.compile_report", "--stock", f"{directory}/store").lines())
 
 
 def try_stock_calls(store: str) -> None:
@@ -159,19 +185,44 @@ def try_stock_calls(store: str) -> None:
     stock_rpc.shutdown(graceful=False)
 
 
-def report_objects(backends: list[str]) -> None:
-    stock = dict(in_process("benchmarks.compile_objects", "stock", "aot_eager"))
-    for name, cells in in_process("benchmarks.compile_objects", "telegrad", *backends):
-        show(name, cells, stock[name][0])
+def write(rows: list[tuple[str, list[str], str]], header: tuple[str, list[str], str]) -> None:
+    """Put the table into the documentation."""
+    said = DOCUMENT.read_text()
+    lines = []
+    for name, cells, stock in (header, *rows):
+        short = [re.sub(r"^works, (\d+) compiled$", r"\1", cell) for cell in (*cells, stock)]
+        lines.append("| " + " | ".join((name, *[_cell(text) for text in short])) + " |")
+    lines.insert(1, "|" + "---|" * (len(header[1]) + 2))
+    start, end = said.index(BEGIN) + len(BEGIN), said.index(END)
+    DOCUMENT.write_text(said[:start] + "\n" + "\n".join(lines) + "\n" + said[end:])
 
 
-def main() -> None:
+def _cell(text: str) -> str:
+    """What stock torch says against a use is long, and begins with what it is."""
+    text = text.split(" Explanation:")[0].replace("|", "/")
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def main(arguments: list[str]) -> None:
     import telegrad
 
-    backends = [b for b in BACKENDS if b in (sys.argv[1:] or BACKENDS)]
+    began = time.monotonic()
+    backends = [b for b in BACKENDS if b in arguments] or list(BACKENDS)
+    # What needs no workers runs beside the rest, on another core.
+    objects = Beside("benchmarks.compile_objects", "telegrad", *backends)
+    stock = Beside("benchmarks.compile_objects", "stock", "aot_eager")
     show("use", backends, "stock torch")
-    telegrad.run(lambda: report_calls(backends), workers=2)
-    report_objects(backends)
+    rows: list[tuple[str, list[str], str]] = telegrad.run(lambda: report_calls(backends), workers=2)
+    of_stock = dict(stock.lines())
+    for name, cells in objects.lines():
+        rows.append((name, cells, of_stock.get(name, [NOTHING])[0]))
+        show(*rows[-1])
+    failed = [name for name, cells, _ in rows if not all(c.startswith("works") for c in cells)]
+    print(f"{len(rows)} uses, {len(failed)} do not work: {time.monotonic() - began:.0f} s")
+    if "--write" in arguments:
+        write(rows, ("use", backends, "stock torch"))
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
@@ -180,4 +231,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--stock"]:
         try_stock_calls(sys.argv[2])
     else:
-        main()
+        main(sys.argv[1:])

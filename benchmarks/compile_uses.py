@@ -6,11 +6,15 @@ mode and compiled.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks.compile_functions import WEIGHT, halves, layer, positive, several
@@ -170,24 +174,46 @@ def _place(handle: Any) -> int:
     return {each: place for place, each in enumerate(known.handles)}[handle]
 
 
-HANDLES: dict[str, tuple[Callable[[], list[Any]], Callable[[Tensor, Any], Tensor]]] = {
+@dataclass
+class Holder:
+    """Has a handle as an attribute."""
+
+    kept: Any
+
+
+HANDLES: dict[str, tuple[Callable[[], list[Any]], Callable[[Tensor, Any], Any]]] = {
     "WorkerInfo: name, id": (workers, lambda x, w: x + w.id + len(w.name)),
     "WorkerInfo: ==, as key, is": (
         workers,
         lambda x, w: x + _place(w) + (w == FIRST) + 2 * (w is FIRST),
     ),
     "WorkerInfo: as target": (workers, lambda x, w: rpc.rpc_sync(w, layer, (x, x)) + w.id),
+    "WorkerInfo: attribute, global": (
+        workers,
+        lambda x, w: x + Holder(w).kept.id + known.handles[0].id,
+    ),
+    "WorkerInfo: return value": (workers, lambda x, w: (x + w.id, w)),
     "RRef: owner": (references, lambda x, r: x + r.owner().id + r.is_owner()),
     "RRef: ==, as key, is": (
         references,
         lambda x, r: x + _place(r) + (r == known.handles[0]) + 2 * (r is known.handles[0]),
     ),
+    "RRef: attribute, global": (
+        references,
+        lambda x, r: x + Holder(r).kept.owner().id + known.handles[0].owner().id,
+    ),
+    "RRef: return value": (references, lambda x, r: (x + r.owner().id, r)),
     "RRef: to_here": (references, lambda x, r: x + r.to_here()),
     "RemoteModule: owner, device": (modules, lambda x, m: x + m.owner.id + len(m.remote_device)),
     "RemoteModule: ==, as key, is": (
         modules,
         lambda x, m: x + _place(m) + (m == known.handles[0]) + 2 * (m is known.handles[0]),
     ),
+    "RemoteModule: attribute, global": (
+        modules,
+        lambda x, m: x + Holder(m).kept.owner.id + known.handles[0].owner.id,
+    ),
+    "RemoteModule: return value": (modules, lambda x, m: (x + m.owner.id, m)),
     "RemoteModule: call": (modules, lambda x, m: m(x)),
     "Future: from another graph": (futures, lambda x, f: x + f.wait() + f.wait()),
 }
@@ -205,6 +231,106 @@ def try_error(backend: str) -> str:
     except ArithmeticError:
         return "works"
     return "no error"
+
+
+_both_here = threading.Barrier(2)
+
+
+def meet(x: Tensor) -> Tensor:
+    """Returns when two calls of it are under way at the same time."""
+    if type(x) is Tensor:
+        _both_here.wait(20)
+    return x * 2
+
+
+def try_overlap(backend: str) -> str:
+    def step(x: Tensor) -> Tensor:
+        a, b = (rpc.rpc_async("worker1", meet, (x + n,)) for n in (0, 1))
+        return a.wait() + b.wait()
+
+    fast = torch.compile(step, backend=backend, fullgraph=True)
+    torch.testing.assert_close(fast(torch.ones(3)), torch.full((3,), 6.0))
+    return "works"
+
+
+def try_retained(backend: str) -> str:
+    """Two passes over one compiled forward."""
+    counter = CompileCounterWithBackend(backend)
+
+    def step(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", layer, (x.sin(), x)).pow(2).sum()
+
+    fast = torch.compile(step, backend=counter, fullgraph=True)
+    found = []
+    for function in (step, fast):
+        x = torch.linspace(0, 1, 12).reshape(4, 3).requires_grad_()
+        with autograd.context() as context_id:
+            loss = function(x)
+            autograd.backward(context_id, [loss], retain_graph=True)
+            autograd.backward(context_id, [loss])
+            found.append(autograd.get_gradients(context_id)[x])
+    torch.testing.assert_close(found[0], found[1])
+    return f"works, {counter.frame_count} compiled"
+
+
+def try_context_ids(backend: str) -> str:
+    """The id of a context that was entered outside, as an argument; another one in each step."""
+    counter = CompileCounterWithBackend(backend)
+
+    def step(x: Tensor, context_id: int) -> Tensor:
+        loss = rpc.rpc_sync("worker1", layer, (x, x)).sum()
+        autograd.backward(context_id, [loss])
+        return loss.detach()
+
+    fast = torch.compile(step, backend=counter, fullgraph=True)
+    found = []
+    for function in (step, fast, fast, fast, fast):
+        x = torch.linspace(0, 1, 12).reshape(4, 3).requires_grad_()
+        with autograd.context() as context_id:
+            function(x, context_id)
+            found.append(autograd.get_gradients(context_id)[x])
+    for gradient_of_x in found[1:]:
+        torch.testing.assert_close(gradient_of_x, found[0])
+    return f"works, {counter.frame_count} compiled"
+
+
+_compiled_here: list[str] = []
+
+
+def compilations_here() -> int:
+    return len(_compiled_here)
+
+
+def _counted(backend: str, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    _compiled_here.append(backend)
+    return lookup_backend(backend)(graph, inputs)
+
+
+def counted_eager(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    return _counted("eager", graph, inputs)
+
+
+def counted_aot_eager(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    return _counted("aot_eager", graph, inputs)
+
+
+def counted_inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    return _counted("inductor", graph, inputs)
+
+
+_COUNTED = {"eager": counted_eager, "aot_eager": counted_aot_eager, "inductor": counted_inductor}
+
+
+def try_first_calls(backend: str) -> str:
+    """Eight callers at once of a module that is compiled on its worker, and not yet."""
+    module = RemoteModule("worker1", nn.Linear, (3, 3), compile={"backend": _COUNTED[backend]})
+    before = rpc.rpc_sync("worker1", compilations_here)
+    x = torch.ones(4, 3)
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda _: module(x), range(8)))
+    for result in results:
+        torch.testing.assert_close(result, results[0])
+    return f"works, {rpc.rpc_sync('worker1', compilations_here) - before} compiled"
 
 
 def try_two_functions(backend: str) -> str:
@@ -285,6 +411,10 @@ def try_training(backend: str) -> str:
 
 OTHERS: dict[str, Callable[[str], str]] = {
     "an error keeps its type": try_error,
+    "two independent calls overlap": try_overlap,
+    "retain_graph": try_retained,
+    "Context: its id as argument": try_context_ids,
+    "RemoteModule: 8 first calls at once, compiled there": try_first_calls,
     "RRef made in one graph, used in another": try_two_functions,
     "module backward hooks and pre-hooks": try_hooks,
     "context, backward, optimizer: 100 steps": try_training,

@@ -29,7 +29,7 @@ def compiled(function: Callable[..., Any], backend: str) -> tuple[Callable[..., 
 
 def differentiated(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor | None]:
     """Loss and all gradients, on every worker."""
-    leaves = [tensor.clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
     with autograd.context() as context_id:
         loss = function(*leaves)
         autograd.backward(context_id, [loss], timeout=20)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import telegrad
 from telegrad import autograd
-from telegrad.mesh import gathered, init_mesh, replicate
+from telegrad.mesh import WorkerMesh, gathered, init_mesh, replicate
 from telegrad.rpc import TelegradError
 
 
@@ -29,6 +32,42 @@ def compiled(mesh: DeviceMesh, x: Tensor, w: Tensor) -> Tensor:
 def total(mesh: DeviceMesh, x: Tensor) -> Tensor:
     dist.all_reduce(x)
     return x
+
+
+_replicas: dict[bool, Any] = {}
+
+
+def replicated(mesh: DeviceMesh, compiled: bool) -> None:
+    torch.manual_seed(0)
+    module = DistributedDataParallel(nn.Linear(3, 2))
+    _replicas[compiled] = torch.compile(module, backend="aot_eager") if compiled else module
+
+
+def loss_of_replica(mesh: DeviceMesh, compiled: bool, parts: list[Tensor]) -> Tensor:
+    loss: Tensor = _replicas[compiled](parts[mesh.get_rank()]).pow(2).sum()
+    return loss
+
+
+def gradient_of_replica(mesh: DeviceMesh, compiled: bool, context_id: int) -> Tensor:
+    return autograd.get_gradients(context_id)[next(_replicas[compiled].parameters())]
+
+
+def data_parallel(mesh: WorkerMesh, compiled: bool) -> None:
+    """DDP in remote functions: each worker has a part of the data, all get the mean gradient."""
+    mesh.run(replicated, compiled)
+    parts = [torch.randn(4, 3, requires_grad=True) for _ in mesh.workers]
+    torch.manual_seed(0)
+    alone = nn.Linear(3, 2)
+    total = sum(alone(part).pow(2).sum() for part in parts)
+    weight, *inputs = torch.autograd.grad(total, [alone.weight, *parts])
+    with autograd.context() as context_id:
+        losses = mesh.run(loss_of_replica, compiled, parts)
+        autograd.backward(context_id, [sum(losses)], timeout=60)
+        for gradient in mesh.run(gradient_of_replica, compiled, context_id):
+            torch.testing.assert_close(gradient, weight / len(parts))
+        found = autograd.get_gradients(context_id)
+        for part, expected in zip(parts, inputs, strict=True):
+            torch.testing.assert_close(found[part], expected)
 
 
 def everything() -> None:
@@ -51,7 +90,10 @@ def everything() -> None:
         for leaf, gradient in zip((x, w), expected, strict=True):
             torch.testing.assert_close(found[leaf], gradient)
     mesh.close()
-    init_mesh((4,), ("data",)).close()
+    line = init_mesh((4,), ("data",))
+    for is_compiled in (False, True):
+        data_parallel(line, is_compiled)
+    line.close()
 
 
 def test_a_mesh_of_workers_gives_the_gradients_of_one_process() -> None:

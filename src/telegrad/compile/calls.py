@@ -30,6 +30,7 @@ from telegrad.autograd.errors import AutogradError
 from telegrad.compile import torch_private
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.futures import CallFuture
+from telegrad.rpc.node import current_node
 
 if TYPE_CHECKING:
     from telegrad.compile.sites import Site
@@ -98,6 +99,8 @@ class Call:
     enclosed: EnclosedCall | None
     sent: Sequence[int]
     """The places of the tensors that need a gradient, in the order in which gradients come."""
+    own: bool = False
+    """The call is one of the worker that makes it to itself."""
     future: CallFuture | None = None
     reference: Any = None
     places: dict[int, Any] | None = None
@@ -116,6 +119,8 @@ class Call:
             for place, output in enumerate(outputs)
             if (node := output.grad_fn) is not None
         }
+        if self.places and self.own:
+            raise _to_itself(self.where)
         if self.enclosed is not None:
             self.enclosed.arrived(outputs)
         return [output.detach() for output in outputs]
@@ -254,6 +259,9 @@ def begin(
             if need:
                 own[place].requires_grad_()
                 sent.append(place)
+    own_worker = site.worker.id == current_node().info.id
+    if sent and own_worker:
+        raise _to_itself(site.name)
     # In the eyes of the rpc layer the call belongs to the context; it asks for its scopes only.
     outside = begin_work_in(cast(Context, enclosed))
     mode = torch.is_grad_enabled()
@@ -265,7 +273,16 @@ def begin(
         if mode is not record:
             torch_private.set_grad_mode(mode)
         end_work(outside)
-    return Call(site.name, enclosed, _in_order(sent, own, enclosed)), result
+    return Call(site.name, enclosed, _in_order(sent, own, enclosed), own_worker), result
+
+
+def _to_itself(where: str) -> AutogradError:
+    """The backward pass would wait inside of a graph node for what only its own thread can do."""
+    return AutogradError(
+        f"A compiled function makes a call ({where}) to its own worker, through which gradients "
+        "would flow. Call the function itself there, without rpc, or make this call outside of the "
+        "compiled function."
+    )
 
 
 def _in_order(sent: list[int], own: list[Tensor], enclosed: EnclosedCall) -> Sequence[int]:

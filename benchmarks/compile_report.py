@@ -28,7 +28,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 BACKENDS = ("eager", "aot_eager", "inductor")
 NAME, CELL = 54, 24
-NOTHING = "has no such thing"
+NOTHING = "not tried"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "compile.md"
 BEGIN, END = "<!-- compile-report -->", "<!-- end -->"
 
@@ -140,6 +140,7 @@ def try_stock_calls(store: str) -> None:
     """The same uses with `torch.distributed.rpc`, in a process that calls itself."""
     import torch.distributed.rpc as stock_rpc
     from torch.distributed import autograd as stock_autograd
+    from torch.distributed.nn.api.remote_module import RemoteModule
 
     from benchmarks.compile_functions import halves, layer, positive, several
 
@@ -149,6 +150,21 @@ def try_stock_calls(store: str) -> None:
     me = stock_rpc.get_worker_info()
     rref = stock_rpc.RRef(torch.ones(4, 3))
 
+    module = RemoteModule("me/cpu", torch.nn.Linear, (3, 3))  # type: ignore[no-untyped-call]
+
+    def call(x: Tensor) -> Tensor:
+        found: Tensor = stock_rpc.rpc_sync("me", layer, (x, x))
+        return found
+
+    def without_grad(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return call(x)
+
+    def two(x: Tensor) -> Tensor:
+        a, b = (stock_rpc.rpc_async("me", layer, (x, x)) for _ in range(2))
+        found: Tensor = a.wait() + b.wait()
+        return found
+
     def whole(x: Tensor) -> Tensor:
         with stock_autograd.context() as context_id:
             loss = stock_rpc.rpc_sync("me", layer, (x, x)).sum()
@@ -157,9 +173,24 @@ def try_stock_calls(store: str) -> None:
 
     uses: dict[str, Callable[[Tensor], Any]] = {
         "rpc_sync": lambda x: stock_rpc.rpc_sync("me", layer, (x, x)).sum(),
-        "rpc_async and wait, two at once": lambda x: stock_rpc.rpc_async(
-            "me", layer, (x, x)
-        ).wait(),
+        "rpc_async and wait, two at once": two,
+        "two independent calls overlap": two,
+        "a call without grad": without_grad,
+        "a call that makes a call": call,
+        "an error keeps its type": call,
+        "retain_graph": call,
+        "WorkerInfo: as target": lambda x: stock_rpc.rpc_sync(me, layer, (x, x)),
+        "WorkerInfo: attribute, global": lambda x: x + me.id,
+        "WorkerInfo: return value": lambda x: (x + 1, me),
+        "RRef: attribute, global": lambda x: x + rref.owner().id,
+        "RRef: return value": lambda x: (x + 1, rref),
+        "RRef made in one graph, used in another": lambda x: stock_rpc.remote("me", layer, (x, x)),
+        "RemoteModule": lambda x: module(x),
+        "RemoteModule: call": lambda x: module(x),
+        "RemoteModule: owner, device": lambda x: x + module.get_module_rref().owner().id,
+        "RemoteModule: return value": lambda x: (x + 1, module),
+        "module backward hooks and pre-hooks": lambda x: module(x),
+        "Context: its id as argument": whole,
         "nested arguments, several outputs": lambda x: stock_rpc.rpc_sync(
             "me", several, ({"x": x, "k": [1, "s"]},)
         )[0],

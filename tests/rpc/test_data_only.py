@@ -251,6 +251,28 @@ def reply_with_pickle(caller: int, call_id: int) -> None:
     agent._incoming[caller].link.send(Kind.REPLY, call_id, pack(functions.Bomb()).meta)
 
 
+def answer_and_then_garble(caller: int, call_id: int) -> None:
+    """In one go: the answer to a call, and a frame that is none."""
+    agent = current_node().transport
+    assert isinstance(agent, Agent)
+    link = agent._incoming[caller].link
+    meta = pack("answer").meta
+    seq, ack = link.session.stamp()
+    numbers = (0, 0, 0, len(meta), len(meta), seq, ack, call_id)
+    answer = HEADER.pack(Kind.REPLY, 0, *numbers) + meta
+    link.stream.try_send([answer + HEADER.pack(77, 0, *[0] * 8)])
+
+
+def test_who_reads_an_answer_does_not_try_for_ever_to_read_what_follows_it(
+    make_parties: MakeJob,
+) -> None:
+    job = make_parties("a", "b")
+    number = job["a"].do(begin_call)
+    job["b"].do(answer_and_then_garble, 0, number)
+    assert job["a"].do(end_call) == "'answer'"
+    assert "unknown kind 77" in job["a"].do(rpc.debug_info)["lost workers"]["b"]
+
+
 def test_a_hand_made_pickle_is_refused(job: Job) -> None:
     job["b"].do(forbid_pickle)
     pickled = pickle.dumps(functions.Bomb())

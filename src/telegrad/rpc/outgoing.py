@@ -211,6 +211,7 @@ class Outgoing:
             frame = link.receive()
         except CodecError as error:
             self.agent.lose(self.member.info.id, f"it sent what cannot be read ({error})")
+            link.forget_unread()
             return None
         if frame is None:
             return None

@@ -573,6 +573,11 @@ class Link:
         total: int = HEADER.unpack_from(self._window, self._start)[6]
         return have >= HEADER_SIZE + total
 
+    def forget_unread(self) -> None:
+        """For the reader, after what cannot be read: nobody is to try it again."""
+        self._start = self._end = 0
+        self._large = None
+
     def has_bytes(self) -> bool:
         """Whether there is something to take up without a look at the kernel's buffer."""
         return self._end > self._start or self.is_halfway or self.stream.pending() > 0

@@ -150,6 +150,15 @@ class Container:
             self._census[census.origin] = census
             return self._remove_of(census.origin, census.has_released)
 
+    def was_never_made(self, context_id: int) -> bool:
+        """Whether this worker would be the origin of that context, and is not."""
+        return worker_of(context_id) == self.worker and context_id > self._newest
+
+    def forget(self, context_id: int) -> list[Context]:
+        """Its origin says that there was never such a context."""
+        with self._lock:
+            return [self._contexts.pop(context_id)] if context_id in self._contexts else []
+
     def lose(self, worker: int) -> list[Context]:
         """A worker is lost: the contexts of which it was the origin end here."""
         with self._lock:

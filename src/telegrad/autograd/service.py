@@ -40,6 +40,7 @@ AT_ONCE = "autograd.pass.at_once"
 """A message of a pass that is a call, of one who waits for the first answer (see `answer`)."""
 TOPIC_RELEASE = "autograd.release"
 TOPIC_HOLDER = "autograd.holder"
+TOPIC_NEVER = "autograd.never"
 STALL_TIME = 5.0
 
 
@@ -56,6 +57,7 @@ class Autograd:
         node.on_post(TOPIC, self._on_pass_message)
         node.on_post(TOPIC_RELEASE, self._on_release)
         node.on_post(TOPIC_HOLDER, self._on_holder)
+        node.on_post(TOPIC_NEVER, self._on_never)
         node.on_operation(TOPIC, partial(self._on_engage, at_once=False))
         node.on_operation(AT_ONCE, partial(self._on_engage, at_once=True))
         node.on_operation(BACKWARD, self._on_backward)
@@ -129,10 +131,18 @@ class Autograd:
     def _on_holder(self, sender: int, context_id: int) -> None:
         """A worker holds a context of ours and lost one through whom it might have been told."""
         context = self.container.find(_number(context_id))
+        if self.container.was_never_made(context_id):
+            self.node.post(sender, TOPIC_NEVER, context_id)
         if context is not None:
             context.know(sender)
         if context is None or context.released:
             self._tell_census({sender})
+
+    def _on_never(self, sender: int, context_id: int) -> None:
+        """Somebody spoke in the name of a worker, which knows nothing of it."""
+        if worker_of(_number(context_id)) == sender:
+            for context in self.container.forget(context_id):
+                self._end(context, "Context {} was never made by the worker that it names.")
 
     # Passes.
 

@@ -546,6 +546,31 @@ class Agent:
                 link.end()
         self.complete_elsewhere(failed)
 
+    def told_of_loss(self, sender: int, worker: int) -> None:
+        """One worker says that another is gone.
+
+        If that one answers here, the two have lost each other, and the one with the higher id has
+        to go (agreement.py). Who sends what cannot be read is lost by those that it sends it to,
+        and must not take them along.
+        """
+        if worker == self.node.info.id or self.is_ended(worker):
+            return
+        name, says = self.node.members.name(worker), self.node.members.name(sender)
+        if sender > worker and self._answers(worker):
+            self.lose(sender, f"it says that worker {name!r} is gone, which answers here")
+        else:
+            self.lose(worker, f"worker {says!r} reports that it is gone")
+
+    def _answers(self, worker: int) -> bool:
+        self.blocking()
+        try:
+            member, me = self.node.members.member(worker), self.node.info
+            patience = min(PATIENCE, self._liveness)
+            meet(self._meeting, me, member, "", 0, "probe", patience).stream.close()
+        except (OSError, TelegradError):
+            return False
+        return not self.is_ended(worker)
+
     def leave(self, worker: int, job_is_over: bool) -> None:
         """A worker said that it leaves."""
         by_itself = "it has left the job (its shutdown() was called)"

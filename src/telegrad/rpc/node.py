@@ -118,7 +118,11 @@ class Transport(Protocol):
         ...
 
     def lose(self, worker: int, reason: str) -> None:
-        """Somebody says that a worker is gone: be done with it."""
+        """Be done with a worker."""
+        ...
+
+    def told_of_loss(self, sender: int, worker: int) -> None:
+        """One worker says that another is gone: be done with it, or with who says so."""
         ...
 
 

@@ -334,6 +334,9 @@ class References:
         if reference.owner == self._me:
             self._come_home(transfer)
             return True
+        if fork in self._held:
+            # What hangs on the first would be forgotten and never let go.
+            raise ValueError("a reference that is here already came a second time")
         if reference.owner in self._lost:
             self._held[fork] = _Held(reference, _Standing.LOST)
             self._actions.append(Lost(fork, self._owner_lost(reference)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import secrets
 import threading
 import traceback
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 TOPIC = "reference"
 MAX_EARLY = 1 << 16
 PATIENCE_WITH_LANES = 1.0
+PATIENCE_WITH_PROMISE = 60.0
+"""Seconds by which the request that makes a value may come later than a reference to it."""
 
 
 class _Journey(threading.local):
@@ -121,7 +124,7 @@ class Values:
         self._introduced = 0
         self._changed = node.runtime.condition()
         self._stored: dict[ReferenceId, object] = {}
-        self._waiters: dict[ReferenceId, list[Finish]] = {}
+        self._waiters: dict[ReferenceId, list[tuple[int, Finish]]] = {}
         self._lost: dict[ForkId, ReferenceLost] = {}
         self._actions: deque[Action] = deque()
         self._acting = False
@@ -274,25 +277,34 @@ class Values:
         error = self._lost.get(handle) if isinstance(handle, ForkId) else None
         return None if error is None else afresh(error)
 
-    def when_ready(self, reference: ReferenceId, finish: Finish) -> None:
-        """Give the value, or what went wrong, to `finish`: now, or when it is there."""
+    def when_ready(
+        self, reference: ReferenceId, finish: Finish, asked_by: int | None = None
+    ) -> None:
+        """Give the value, or what went wrong, to `finish`: now, or when it is there, or when the
+        worker that wants it is gone."""
         with self._changed:
             state = self._core.state(reference)
             if state in (State.PENDING, State.PROMISED):
-                self._waiters.setdefault(reference, []).append(finish)
+                asker = self._node.info.id if asked_by is None else asked_by
+                self._waiters.setdefault(reference, []).append((asker, finish))
                 return
             value, error = self._look(reference, state)
         finish(value, error)
 
     def value(self, reference: ReferenceId, timeout: float = 0) -> Any:
         """Wait for an owned value."""
-        deadline = self._node.runtime.now() + timeout if timeout > 0 else None
+        now = self._node.runtime.now
+        deadline = now() + timeout if timeout > 0 else math.inf
+        promise_ends = now() + PATIENCE_WITH_PROMISE
         with self._changed:
             while (state := self._core.state(reference)) in (State.PENDING, State.PROMISED):
-                remaining = None if deadline is None else deadline - self._node.runtime.now()
-                if remaining is not None and remaining <= 0:
+                until = deadline if state is State.PENDING else min(deadline, promise_ends)
+                remaining = until - now()
+                if remaining <= 0 and until == deadline:
                     raise _timeout(reference, timeout)
-                self._changed.wait(remaining)
+                if remaining <= 0:
+                    raise ReferenceLost(f"{reference} was never asked for by who promised it.")
+                self._changed.wait(None if until == math.inf else remaining)
             value, error = self._look(reference, state)
         if error is not None:
             raise error
@@ -370,7 +382,7 @@ class Values:
                 self._core.fail(reference, _kept(self._node.info.name, error))
             waiters = self._waiters.pop(reference, [])
             self._changed.notify_all()
-        for finish in waiters:
+        for _, finish in waiters:
             finish(value, error)
 
     def _fetch(self, sender: int, reference: Any) -> object:
@@ -382,14 +394,14 @@ class Values:
                 if error is not None:
                     raise error
                 return value
-        return Later(lambda finish: self.when_ready(named, finish))
+        return Later(lambda finish: self.when_ready(named, finish, sender))
 
     def _invoke(self, sender: int, reference: Any, name: str, args: Any, kwargs: Any) -> object:
         named = read_reference(reference)
         with self._changed:
             state = self._core.state(named)
         if state in (State.PENDING, State.PROMISED):
-            return self._invoke_when_ready(named, name, args, kwargs)
+            return self._invoke_when_ready(sender, named, name, args, kwargs)
         return self._call_method(self.value(named), name, args, kwargs)
 
     def _call_method(self, value: object, name: str, args: Any, kwargs: Any) -> object:
@@ -398,7 +410,9 @@ class Values:
         self._node.transport.starting(getattr(method, "__func__", method))
         return as_result(self._node.coroutines, method, method(*args, **kwargs))
 
-    def _invoke_when_ready(self, named: ReferenceId, name: str, args: Any, kwargs: Any) -> Later:
+    def _invoke_when_ready(
+        self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: Any
+    ) -> Later:
         """No thread waits for a value that may never come."""
         node, crossing = self._node, self._node.crossing
         scope = crossing.current()
@@ -424,7 +438,7 @@ class Values:
                 else:
                     node.runtime.spawn(partial(invoke, value, finish))
 
-            self.when_ready(named, ready)
+            self.when_ready(named, ready, sender)
 
         return Later(subscribe)
 
@@ -471,10 +485,11 @@ class Values:
 
     def _receive(self, sender: int, message: Message) -> None:
         if isinstance(message, Fence):
-            name = self._node.members.name(sender)
             for worker in message.lost:
                 if worker != self._node.info.id:
-                    self._node.transport.lose(worker, f"worker {name!r} reports that it is gone")
+                    self._node.transport.told_of_loss(sender, worker)
+            if self._node.is_lost(sender):
+                return
         with self._changed:
             if self._core.has_losses:
                 self._introduce()
@@ -488,11 +503,23 @@ class Values:
             self._lanes.pop(worker, None)
             self._inboxes.pop(worker, None)
             never = [r for r in self._waiters if self._core.state(r) is State.GONE]
-            waiters = [finish for r in never for finish in self._waiters.pop(r)]
+            waiters = [finish for r in never for _, finish in self._waiters.pop(r)]
+            waiters += self._waiters_for(worker)
             self._changed.notify_all()
         self._act()
         for finish in waiters:
             finish(None, ReferenceLost(f"The worker that was to make the value is gone: {reason}"))
+
+    def _waiters_for(self, worker: int) -> list[Finish]:
+        """Take out those who wait for the sake of that worker."""
+        let_go: list[Finish] = []
+        for reference, waiters in list(self._waiters.items()):
+            let_go += [finish for asker, finish in waiters if asker == worker]
+            kept = [each for each in waiters if each[0] != worker]
+            self._waiters[reference] = kept
+            if not kept:
+                del self._waiters[reference]
+        return let_go
 
     def _introduce(self) -> None:
         """Before a fence: all workers are asked, also those that this one never met."""
@@ -583,7 +610,7 @@ class Values:
                     reason = self._core.error(reference)
                     waiters = self._waiters.pop(reference, [])
                     self._changed.notify_all()
-                for finish in waiters:
+                for _, finish in waiters:
                     finish(None, reason)
 
     def debug_info(self) -> dict[str, int]:

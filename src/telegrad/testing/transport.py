@@ -203,6 +203,9 @@ class SimulatedTransport:
 
     # Losing others.
 
+    def told_of_loss(self, sender: int, worker: int) -> None:
+        self.lose(worker, f"worker {self._node.members.name(sender)!r} reports that it is gone")
+
     def lose(self, worker: int, reason: str) -> None:
         if worker in self._ended or worker == self._id:
             return

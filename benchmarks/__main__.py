@@ -17,14 +17,14 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from benchmarks import machine, pages
+from benchmarks import machine, pages, train
 from benchmarks.peers import CALLERS, PEERS, Samples, show, turn
 
 PROGRAMS = {
     "benchmarks.rpc": CALLERS,
     "benchmarks.autograd": PEERS,
-    "benchmarks.train": PEERS,
 }
+SLICE_SECONDS = 0.3
 MODULES = {"ray": "ray", "grpc": "grpc"}
 QUIET = 1.5
 """A load above which numbers are not to be trusted."""
@@ -85,6 +85,10 @@ def gather(rounds: int, pace: float) -> tuple[Medians, list[str]]:
                     continue
                 for case, times in measured.items():
                     samples[peer].setdefault(case, []).extend(times)
+    # Steps of training are compared by a difference: those peers take shorter turns.
+    slices = max(2, round(3 * rounds * min(1.0, 2.5 * pace)))
+    for peer, measured in train.measure(slices, SLICE_SECONDS).items():
+        samples[peer].update(measured)
     medians = {
         peer: {case: statistics.median(times) for case, times in cases.items()}
         for peer, cases in samples.items()

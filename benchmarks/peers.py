@@ -122,10 +122,9 @@ def compare(
     measure: Callable[[Peer], Samples],
     *,
     workers: int = 1,
-    before: Callable[[], Samples] | None = None,
     derived: Callable[[Samples], dict[str, float]] | None = None,
 ) -> None:
-    """The main function of a benchmark program. `before` measures while no job is there yet."""
+    """The main function of a benchmark program."""
     parser = argparse.ArgumentParser(description=f"python -m {program}")
     parser.add_argument("--rounds", type=int, default=3, help="how often each peer has its turn")
     parser.add_argument("--json", help="also write all medians to this file")
@@ -135,8 +134,7 @@ def compare(
     if arguments.peer:
         global _pace
         _pace = arguments.pace
-        alone = {} if before is None else before()
-        print(json.dumps(alone | run_peer(arguments.peer, measure, workers)))
+        print(json.dumps(run_peer(arguments.peer, measure, workers)))
         return
     gathered: dict[str, Samples] = {peer: {} for peer in PEERS}
     for number in range(arguments.rounds):

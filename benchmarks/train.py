@@ -4,27 +4,31 @@ A model is on one worker, or in two halves on two; a step is forward, loss, back
 What it takes longer than the same step in one process is the overhead; its ratio is to stock's.
 With two parts the activation goes straight from worker to worker, for both peers.
 
-The step in one process is measured before there is a job. Beside one it would not be the same for
-both: idle processes of stock torch RPC keep looking for messages, and a local step that shares the
-cores with them takes about a tenth longer. Of a large step that is more than the overhead.
+The step in one process, stock's and telegrad's take turns several times a second (`slices.py`).
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.peers import Peer, Samples, compare, sample
+from benchmarks import slices
+from benchmarks.peers import PEERS, Peer, Samples, run_peer, table
 
+PROGRAM = "benchmarks.train"
+LOCAL = "local"
+PARTS = (1, 2)
 CLASSES = 10
 RATE = 0.01
-SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -47,29 +51,71 @@ def build_part(size: Size, parts: int, number: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-_in_one_process: dict[str, float] = {}
-"""The median time of a step, by the size of the model."""
+def local_case(size: str) -> str:
+    return f"{size}, in one process"
 
 
-def measure_alone() -> Samples:
-    """What a step takes in one process."""
+def remote_case(size: str, parts: int) -> str:
+    return f"{size}, {parts} remote part" + ("s" if parts > 1 else "")
+
+
+def serve_local() -> None:
     torch.set_num_threads(1)
-    samples: Samples = {}
-    for name, size in SIZES.items():
-        samples[f"{name}, in one process"] = times = sample(_local_step(size), SECONDS)
-        _in_one_process[name] = median(times)
+    slices.serve({local_case(name): _local_step(size) for name, size in SIZES.items()})
+
+
+def serve_remote(peer: Peer) -> Samples:
+    torch.set_num_threads(1)
+    slices.serve(
+        {
+            remote_case(name, parts): _remote_step(peer, size, parts)
+            for name, size in SIZES.items()
+            for parts in PARTS
+        }
+    )
+    return {}
+
+
+def measure(rounds: int, seconds: float) -> dict[str, Samples]:
+    """By peer, the median steps of all slices, and what steps take longer than in one process."""
+    local = slices.Sliced(PROGRAM, LOCAL)
+    peers = [slices.Sliced(PROGRAM, name, stops=name == "stock") for name in PEERS]
+    samples: dict[str, Samples] = {peer.name: {} for peer in peers}
+    with slices.started([local, *peers]):
+        for number in range(rounds):
+            print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+            for size in SIZES:
+                for parts in PARTS:
+                    _measure_case(local, peers, size, parts, seconds, samples)
+                    peers.reverse()
+    for found in samples.values():
+        for size in SIZES:
+            for parts in PARTS:
+                case = remote_case(size, parts)
+                overhead = lower_quartile(found[case]) - lower_quartile(found[local_case(size)])
+                found[f"{case}: overhead"] = [overhead]
     return samples
 
 
-def measure(peer: Peer) -> Samples:
-    torch.set_num_threads(1)
-    samples: Samples = {}
-    for name, size in SIZES.items():
-        for parts in (1, 2):
-            case = f"{name}, {parts} remote part" + ("s" if parts > 1 else "")
-            samples[case] = times = sample(_remote_step(peer, size, parts), SECONDS)
-            samples[f"{case}: overhead"] = [time - _in_one_process[name] for time in times]
-    return samples
+def lower_quartile(times: list[float]) -> float:
+    return quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
+
+
+def _measure_case(
+    local: slices.Sliced,
+    peers: list[slices.Sliced],
+    size: str,
+    parts: int,
+    seconds: float,
+    samples: dict[str, Samples],
+) -> None:
+    """One slice of the step in one process, and one of each peer."""
+    alone, case = local_case(size), remote_case(size, parts)
+    in_one_process = median(local.run(alone, seconds))
+    for peer in peers:
+        found = samples[peer.name]
+        found.setdefault(alone, []).append(in_one_process)
+        found.setdefault(case, []).append(median(peer.run(case, seconds)))
 
 
 def _inputs(size: Size) -> tuple[Tensor, Tensor]:
@@ -161,5 +207,21 @@ def _stock_model(size: Size, parts: int) -> Model:
     return forward, DistributedOptimizer(torch.optim.SGD, parameters, lr=RATE)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=f"python -m {PROGRAM}")
+    parser.add_argument("--rounds", type=int, default=12, help="how often each peer has its turns")
+    parser.add_argument("--seconds", type=float, default=0.3, help="how long a turn takes")
+    parser.add_argument("--json", action="store_true", help="print all times instead of a table")
+    parser.add_argument("--serve", choices=(LOCAL, *PEERS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve == LOCAL:
+        serve_local()
+    elif arguments.serve:
+        run_peer(arguments.serve, serve_remote, workers=max(PARTS))
+    else:
+        samples = measure(arguments.rounds, arguments.seconds)
+        print(json.dumps(samples) if arguments.json else "\n".join(table(samples)))
+
+
 if __name__ == "__main__":
-    compare("benchmarks.train", measure, workers=2, before=measure_alone)
+    main()

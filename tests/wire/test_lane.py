@@ -155,8 +155,12 @@ def test_half_of_a_large_buffer_goes_by_the_lane(wide: Wide) -> None:
     sent: list[int] = []
     plain = lane._stream.try_send
     lane._stream.try_send = lambda parts: (sent.append(plain(parts)), sent[-1])[1]  # type: ignore[method-assign]
-    run(lambda: a.send(Kind.CALL, 1, b"", [view(numbered(3 * THRESHOLD, 1))]))
+    x = numbered(3 * THRESHOLD, 1)
+    sending = threading.Thread(target=a.send, args=(Kind.CALL, 1, b"", [view(x)]))
+    sending.start()
     receive(b)
+    sending.join(30)
+    until(lambda: len(sent) and sum(sent) >= 3 * THRESHOLD // 2)
     assert sum(sent) == 3 * THRESHOLD // 2
     assert a.sent_bytes == b.received_bytes > 3 * THRESHOLD
 

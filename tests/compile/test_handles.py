@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import telegrad.compile  # noqa: F401 - installs the guards
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
 from telegrad.rpc import WorkerInfo
 from tests.compile import functions as f
 from tests.compile.checks import compiled
@@ -169,11 +170,22 @@ def test_the_id_of_a_context_is_not_a_part_of_the_graph() -> None:
         (lambda x, r: here.known[1].lazy(x), "move this out of the compiled function"),
         (lambda x, r: here.known[1].state_dict(), "move this out of the compiled function"),
         (lambda x, r: autograd.get_gradients(1), "call get_gradients there after it"),
+        (lambda x, r: autograd.retrieve_context(1), "call retrieve_context there after it"),
+        (lambda x, r: autograd.backward(1, x.sum()), "takes a context id and a list of tensors"),
+        (lambda x, r: r.backward(1), "call it outside of the compiled function"),
+        (lambda x, r: here.known[2].clip_grad_norm_(1, 1.0), "between the compiled part and step"),
+        (lambda x, r: here.known[2].clip_grad_value_(1, 1.0), "between the compiled part and step"),
+        (lambda x, r: here.known[2].zero_grad(), "between the compiled part and step"),
     ],
-    ids=["RRef", "confirmed", "done", "then", "future", "lazy", "state", "gradients"],
+    ids=[
+        *("RRef", "confirmed", "done", "then", "future", "lazy", "state", "gradients"),
+        *("retrieve", "roots", "backward", "clip norm", "clip value", "zero grad"),
+    ],
 )
 def test_what_cannot_be_in_a_graph_says_what_to_move_out(use: Use, sentence: str) -> None:
-    here.known = [rpc.rpc_async(1, f.referred, (1,)), RemoteModule("worker1", nn.Linear, (3, 3))]
+    module = RemoteModule("worker1", nn.Linear, (3, 3))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [module], lr=0.1)
+    here.known = [rpc.rpc_async(1, f.referred, (1,)), module, optimizer]
     fast, _ = compiled(use, "eager")
     with pytest.raises(Exception, match=sentence):
         fast(torch.ones(3, 3), rpc.rpc_sync("worker1", f.referred, (1,)))

@@ -44,6 +44,27 @@ def test_a_hundred_compiled_steps_equal_those_of_eager_mode(backend: str) -> Non
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
 
 
+def test_gradients_of_several_contexts_add_up_in_compiled_steps() -> None:
+    def trained(backend: str | None) -> Tensor:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.1)
+
+        def part(x: Tensor) -> Tensor:
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker1", f.layer, (x * weight, x)).sum()
+                autograd.backward(context_id, [loss])
+                optimizer.accumulate(context_id)
+            return loss.detach()
+
+        run = part if backend is None else compiled(part, backend)[0]
+        for n in (1, 2, 3):
+            run(torch.ones(2, 3) * n)
+        optimizer.step()
+        return weight.detach()
+
+    torch.testing.assert_close(trained(None), trained("aot_eager"))
+
+
 def test_a_pass_that_fails_in_a_graph_raises_and_leaves_no_context_behind() -> None:
     def step(x: Tensor) -> Tensor:
         with autograd.context() as context_id:

@@ -116,6 +116,7 @@ def describe(context_id: int, roots: Sequence[Tensor] = ()) -> str:
 
 def retrieve_context(context_id: int) -> Context:
     """This worker's part of a context, for inspection."""
+    _refuse_in_graph("retrieve_context")
     return autograd_of().container.get(context_id)
 
 

@@ -228,6 +228,8 @@ def backward(
         raise NotImplementedError(
             "backward with create_graph cannot be traced: call it outside of the compiled function."
         )
+    if not isinstance(roots, (list, tuple)):
+        raise TypeError("backward() takes a context id and a list of tensors.")
     token = _token_of(context_id)
     roots = list(roots)
     seeds, order = ops.begin_pass(

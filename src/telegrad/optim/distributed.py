@@ -152,6 +152,7 @@ class DistributedOptimizer(Optimizer):
         Gradients of a context end with the context, so without `accumulate` there is nothing to
         clear. `.grad` is neither used nor changed.
         """
+        _refuse_in_graph("zero_grad")
         self._treatments.clear()
         self._on_all("zero_grad")
 
@@ -160,6 +161,9 @@ class DistributedOptimizer(Optimizer):
 
         Call it inside of each context, then `step()` (or `step(context_id)` in the last of them).
         """
+        if is_dynamo_compiling():
+            _traced().perform(self, "accumulate", context_id)
+            return
         retrieve_context(context_id)
         self._on_all("accumulate", context_id)
 
@@ -175,6 +179,7 @@ class DistributedOptimizer(Optimizer):
         As `torch.nn.utils.clip_grad_norm_`, in one round trip. The gradients in the context stay
         as they are: clipping takes place in `step(context_id)`.
         """
+        _refuse_in_graph("clip_grad_norm_")
         asked = (context_id, tuple(self._treatments.get(context_id, ())), norm_type)
         answers = self._on_all("norms", *asked)
         by_index = {i: norm for answer in answers.values() for i, norm in answer.items()}
@@ -192,10 +197,12 @@ class DistributedOptimizer(Optimizer):
 
     def clip_grad_value_(self, context_id: int | None, clip_value: float) -> None:
         """Clip each element of the gradients of the next step; costs no round trip."""
+        _refuse_in_graph("clip_grad_value_")
         self.treat(context_id, Clamp(float(clip_value)))
 
     def all_finite(self, context_id: int | None) -> bool:
         """Whether no gradient on any worker has an infinity or a NaN."""
+        _refuse_in_graph("all_finite")
         asked = (context_id, tuple(self._treatments.get(context_id, ())))
         return all(self._on_all("all_finite", *asked).values())
 
@@ -382,6 +389,14 @@ class DistributedOptimizer(Optimizer):
             except Exception as error:
                 failed[owner] = error
         return answers, failed
+
+
+def _refuse_in_graph(what: str) -> None:
+    if is_dynamo_compiling():
+        raise OptimizerError(
+            f"{what} cannot be a part of a graph: enter the context outside of the compiled "
+            f"function, and call {what} there, between the compiled part and step."
+        )
 
 
 _ABSENT = object()

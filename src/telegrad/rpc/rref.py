@@ -173,6 +173,11 @@ class RRef(Generic[T]):
         In a distributed autograd context the gradients go to that context on every worker. Without
         one (on the owner only) it is `tensor.backward()`.
         """
+        if is_dynamo_compiling():
+            raise TelegradError(
+                "RRef.backward cannot be a part of a graph: call it outside of the compiled "
+                "function."
+            )
         self._node.services["autograd"].backward_from(self, context_id, retain_graph)
 
     # As an object.

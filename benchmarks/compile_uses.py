@@ -134,7 +134,7 @@ def _() -> Step:
 
 @use("RemoteModule, compiled on its worker")
 def _() -> Step:
-    module = RemoteModule("worker1", nn.Linear, (3, 3), compile={"backend": "aot_eager"})
+    module = RemoteModule("worker1", Block, compile={"backend": "aot_eager"})
     return lambda x: module(x.sin()).sum()
 
 
@@ -321,9 +321,21 @@ def counted_inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
 _COUNTED = {"eager": counted_eager, "aot_eager": counted_aot_eager, "inductor": counted_inductor}
 
 
+class Block(nn.Module):
+    """Torch does not compile its own modules by `Module.compile`, only those that users write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x).tanh()
+        return found
+
+
 def try_first_calls(backend: str) -> str:
     """Eight callers at once of a module that is compiled on its worker, and not yet."""
-    module = RemoteModule("worker1", nn.Linear, (3, 3), compile={"backend": _COUNTED[backend]})
+    module = RemoteModule("worker1", Block, compile={"backend": _COUNTED[backend]})
     before = rpc.rpc_sync("worker1", compilations_here)
     x = torch.ones(4, 3)
     with ThreadPoolExecutor(8) as threads:

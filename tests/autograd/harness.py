@@ -155,6 +155,7 @@ class Mailbox:
         for pending in self._asked:
             if pending.callee.id == worker and not pending.done:
                 pending.settle(None, WorkerLost("it was killed"))
+                pending.complete()
         for callback in self._lost_callbacks:
             callback(worker, "it was killed")
 
@@ -202,6 +203,7 @@ class Mailbox:
         def settle(answer: Any, _: Any) -> None:
             if not pending.done:
                 pending.settle((answer,))  # type: ignore[arg-type]
+                pending.complete()
 
         def run(given: Any, entered: Any) -> None:
             def finish(answer: Any, error: BaseException | None) -> None:
@@ -225,8 +227,14 @@ class Mailbox:
                     raise Stuck("an answer never comes")
                 self.clock = until
 
+    def when_settled(self, pending: Pending, work: Callable[[], None]) -> None:
+        pending.completion.append(work)
+        if pending.done:
+            pending.complete()
+
     def drop(self, pending: Pending) -> None:
         if not pending.done:
+            pending.completion.clear()
             pending.settle(None)
 
     def outcome(self, pending: Pending) -> Any:

@@ -217,9 +217,9 @@ def test_who_reads_an_answer_in_a_node_sees_what_others_bring_meanwhile(
     ask = Autograd.ask
 
     def ask_and_hear_from_another(
-        self: Autograd, context: Context, pass_id: int, post: Post, at_once: bool
+        self: Autograd, context: Context, pass_id: int, post: Post
     ) -> Any:
-        pending = ask(self, context, pass_id, post, at_once)
+        pending = ask(self, context, pass_id, post)
         context.participants[pass_id].deliver(self.node.info.id, Stalled())
         return pending
 
@@ -251,11 +251,9 @@ def test_a_pass_through_a_graph_asks_each_worker_once_and_says_nothing_else(
     def counted(name: str) -> None:
         method = getattr(Autograd, name)
 
-        def count(
-            self: Autograd, context: Context, pass_id: int, post: Post, *rest: bool
-        ) -> object:
+        def count(self: Autograd, context: Context, pass_id: int, post: Post) -> object:
             told.append((name, post.to))
-            return method(self, context, pass_id, post, *rest)
+            return method(self, context, pass_id, post)
 
         monkeypatch.setattr(Autograd, name, count)
 

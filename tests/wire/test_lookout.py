@@ -65,3 +65,17 @@ def test_nobody_looks_for_a_while_when_the_core_is_wanted_by_others(pair, monkey
     assert asked_for(Lookout(pair[0])) < 30.0
     monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
     assert asked_for(Lookout(pair[1])) < 30.0
+
+
+def test_who_asks_last_looks_and_the_one_before_sleeps(pair, monkeypatch):
+    monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    first, second = Lookout(pair[0]), Lookout(pair[1])
+    asking = threading.Thread(target=asked_for, args=(first,))
+    asking.start()
+    while Lookout._looks is not first:
+        time.sleep(0)
+    pair[0].send(b"x")
+    assert second.wait()
+    asking.join(30.0)
+    assert not asking.is_alive()

@@ -1,61 +1,28 @@
-"""The answer to a worker that asked another to take part in a pass.
+"""The answer to the initiator of a pass, who asked another worker to take part.
 
-The initiator of a pass waits for it anyway. So the last message by which it engages a worker is a
-call: it reads the reply itself, on the thread that waits, where a message would be read by another
-thread that then had to wake it. The reply is what would have been the worker's acknowledgement,
-with the last gradients for the initiator. If the acknowledgement has gone another way, the reply is
-empty; a call must be answered in any case.
+The initiator of a pass waits for the others anyway. So it sends the last message of what it has to
+say as a call, and reads the reply itself, on the thread that waits; a message would be read by
+another thread that then had to wake it. The reply is the next that the worker has to say to the
+initiator: gradients, its acknowledgement, or both in one. What it says after that travels as any
+other message, unless the initiator has asked again meanwhile, as it does when it answers gradients
+by gradients. A chain of calls back and forth is so gone back by one thread on each side.
 
-Code inside of a node (see `enclosed`) waits in the midst of a pass, for gradients that the worker
-may have long before its part ends. It asks *at once*: the reply is the first that the worker has to
-say to it, and what comes later travels as any other message. Were it the last, both could wait for
-each other.
+The reply leaves at the moment that it is given, from inside of the engine if need be. If there is
+nothing to come that would be an answer, the reply is empty: a call must be answered in any case.
 """
 
 from __future__ import annotations
 
-import threading
-from typing import Any
+from typing import Any, NamedTuple
 
-from telegrad.autograd.backward import Post, acknowledges
-from telegrad.rpc.results import Finish, Later
-
-_lock = threading.Lock()
-"""Of all answers: it is held for a few instructions."""
+from telegrad.rpc.results import Finish
 
 
-class Answer:
-    """Given once, by whichever thread comes to it; later ones are not heard."""
+class Answer(NamedTuple):
+    """To be given once, by whoever drives the worker's part of the pass."""
 
-    __slots__ = ("_at_once", "_finish", "_given", "_payload", "asker")
-
-    def __init__(self, asker: int, at_once: bool = False) -> None:
-        self.asker = asker
-        self._at_once = at_once
-        self._given = False
-        self._payload: Any = None
-        self._finish: Finish | None = None
-
-    def takes(self, post: Post) -> bool:
-        """Whether this message travels as the answer."""
-        return post.to == self.asker and (self._at_once or acknowledges(post.message))
+    asker: int
+    finish: Finish
 
     def give(self, payload: Any = None) -> None:
-        with _lock:
-            if self._given:
-                return
-            self._given, self._payload = True, payload
-            finish, self._finish = self._finish, None
-        if finish is not None:
-            finish(payload, None)
-
-    def result(self) -> Any:
-        """The answer itself, if it has been given."""
-        return self._payload if self._given else Later(self._subscribe)
-
-    def _subscribe(self, finish: Finish) -> None:
-        with _lock:
-            if not self._given:
-                self._finish = finish
-                return
-        finish(self._payload, None)
+        self.finish(payload, None)

@@ -199,8 +199,9 @@ def engages(message: Message) -> bool:
     return type(message) is Begin or (type(message) is Gradient and message.engages)
 
 
-def acknowledges(message: Message) -> bool:
-    return type(message) is Ack or (type(message) is Gradient and message.acknowledges)
+def calls_for_answer(message: Message) -> bool:
+    """Whether the worker that gets it has something to say after it, sooner or later."""
+    return type(message) is Gradient or type(message) is Begin
 
 
 def merge_ack(posts: list[Post], ack: list[Post]) -> list[Post]:

@@ -45,7 +45,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """A message that engages, from the initiator, who waits for the answer."""
+    """A message from the initiator, who waits for the answer."""
 
     message: Message
     answer: Answer

@@ -1,9 +1,10 @@
 """The worker where `backward` was called: its caller drives first, and then waits for the end.
 
 What comes while it waits is handled by the thread that reads it, without waking anyone, until the
-pass is over. One answer the caller reads itself (see `answer`): that of the worker that it engaged
-last. Where calls were made inside of nodes (see `enclosed`), it asks each worker that it engages
-from there, and reads the answers that those nodes wait for.
+pass is over. One answer the caller reads itself (see `answer`), that of the worker to which it sent
+its last message; it drives with what that brings, and asks again. Where calls were made inside of
+nodes (see `enclosed`), it asks each worker that it engages from there, and reads the answers that
+those nodes wait for.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from telegrad.autograd.backward import Part, Post, engages
+from telegrad.autograd.backward import Part, Post, calls_for_answer, engages
 from telegrad.autograd.context import Context
 from telegrad.autograd.enclosed import Enclosure
 from telegrad.autograd.errors import PassFailed
@@ -43,6 +45,8 @@ class Initiator(Participant):
 
     def __init__(self, service: Autograd, context: Context, pass_id: int) -> None:
         super().__init__(service, context, pass_id)
+        self._asker = 0
+        """The thread of the caller while it drives and will read the answer thereafter."""
         self._asked: list[Pending] = []
         self._unread: dict[int, Pending] = {}
         """The same by worker, until it is settled who reads the answer."""
@@ -100,10 +104,9 @@ class Initiator(Participant):
     def _see_through(self, part: Part) -> None:
         """The caller of `backward` has done its share: wait for the end, and say how it was."""
         try:
-            unread = self._take_unread()
-            self._let_others_read(unread[:-1])
-            for pending in unread[-1:]:
-                self._await_answer(part, pending)
+            while unread := self._take_unread():
+                self._let_others_read(unread[:-1])
+                self._await_answer(part, unread[-1])
             self._await_end(part)
         except BaseException as error:
             self.deliver(self._worker, Stopped(error))
@@ -120,7 +123,11 @@ class Initiator(Participant):
                     node.drop(pending)
                     return
                 self.deliver(self._worker, Stalled())
-        self._deliver_answer(pending)
+        self._asker = get_ident()
+        try:
+            self._deliver_answer(pending)
+        finally:
+            self._asker = 0
 
     def _deliver_answer(self, pending: Pending) -> None:
         for message in self._said(pending):
@@ -218,13 +225,19 @@ class Initiator(Participant):
 
     # The worker that is asked.
 
+    def _advance(self) -> None:
+        if self._asker == get_ident():
+            self._advance_and_ask()
+        else:
+            super()._advance()
+
     def _advance_and_ask(self) -> None:
         """As `_advance`; but afterwards the calling thread only waits, so it may ask."""
         posts = self._progress()
         for place in reversed(range(len(posts))):
-            if engages(posts[place].message):
+            if calls_for_answer(posts[place].message):
                 self._send(posts[:place])
-                self._ask(posts[place], at_once=False)
+                self._ask(posts[place])
                 posts = posts[place + 1 :]
                 break
         self._send(posts)
@@ -233,15 +246,19 @@ class Initiator(Participant):
         """Where nodes make calls, they will then wait for what these messages bring back."""
         for post in posts:
             if self.context.enclosures and engages(post.message):
-                self._ask(post, at_once=True)
+                self._ask(post)
             else:
                 self._send([post])
 
-    def _ask(self, post: Post, *, at_once: bool) -> None:
-        pending = self._service.ask(self.context, self.pass_id, post, at_once)
+    def _ask(self, post: Post) -> None:
+        pending = self._service.ask(self.context, self.pass_id, post)
         self._asked.append(pending)
         with self._lock:
+            earlier = self._unread.get(post.to)
             self._unread[post.to] = pending
+        if earlier is not None:
+            # It may have been answered before that worker was asked again.
+            self._let_others_read((earlier,))
 
     def _drive(self, batch: Sequence[tuple[int, Event]] = ()) -> None:
         super()._drive(batch)

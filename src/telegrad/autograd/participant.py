@@ -250,6 +250,7 @@ class Participant:
 
     def _handle(self, sender: int, event: Event) -> None:
         if type(event) is Asked:
+            self._answer_empty()
             self._answer, event = event.answer, event.message
         if type(event) is Gradient or type(event) is Begin:
             if event.history.over_below:
@@ -262,7 +263,7 @@ class Participant:
         elif part.failure is None:
             self._handle_inside(part, sender, event)
             if self._answer is not None and not part.owes(self._answer.asker):
-                self._answer.give()
+                self._answer_empty()
 
     def _handle_outside(self, sender: int, event: Event) -> None:
         """Nothing has engaged this worker in the pass so far."""
@@ -426,11 +427,18 @@ class Participant:
     def _send(self, posts: list[Post]) -> None:
         answer = self._answer
         for post in posts:
-            if answer is not None and answer.takes(post):
+            if answer is not None and answer.asker == post.to:
+                self._answer = None
                 answer.give(encode(self.context.id, self.pass_id, post.message))
-                self._answer = answer = None
+                answer = None
             else:
                 self._service.post(self.context, self.pass_id, post)
+
+    def _answer_empty(self) -> None:
+        """Let go of who asked: nothing will come, or not as an answer."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.give()
 
     # Ending.
 
@@ -458,8 +466,7 @@ class Participant:
 
     def _clean_up(self) -> None:
         if self._part is not None and self._part.failure is not None:
-            if self._answer is not None:
-                self._answer.give()
+            self._answer_empty()
             if self._run is not None:
                 self._run.close()
             self._run = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -35,9 +34,8 @@ from telegrad.autograd.references import BACKWARD, backward_from, backward_on_ow
 from telegrad.autograd.releases import Releases
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.references import ReferenceId
+from telegrad.rpc.results import Finish, Later
 
-AT_ONCE = "autograd.pass.at_once"
-"""A message of a pass that is a call, of one who waits for the first answer (see `answer`)."""
 TOPIC_RELEASE = "autograd.release"
 TOPIC_HOLDER = "autograd.holder"
 TOPIC_NEVER = "autograd.never"
@@ -58,8 +56,7 @@ class Autograd:
         node.on_post(TOPIC_RELEASE, self._on_release)
         node.on_post(TOPIC_HOLDER, self._on_holder)
         node.on_post(TOPIC_NEVER, self._on_never)
-        node.on_operation(TOPIC, partial(self._on_engage, at_once=False))
-        node.on_operation(AT_ONCE, partial(self._on_engage, at_once=True))
+        node.on_operation(TOPIC, self._on_asked)
         node.on_operation(BACKWARD, self._on_backward)
         node.on_operation(DESCRIBE, self._on_describe)
         node.on_lost(self._on_lost)
@@ -227,15 +224,17 @@ class Autograd:
         if participant is not None:
             participant.deliver(sender, message)
 
-    def _on_engage(self, sender: int, payload: Any, *, at_once: bool) -> Any:
-        """The initiator of a pass waits for what this worker has to say: at its end, or first."""
+    def _on_asked(self, sender: int, payload: Any) -> Later | None:
+        """The initiator of a pass waits for what this worker has to say."""
         context_id, pass_id, message = decode(payload)
         participant = self._participant(context_id, pass_id, sender)
         if participant is None:
             return None
-        answer = Answer(sender, at_once)
-        participant.deliver(sender, Asked(message, answer))
-        return answer.result()
+
+        def deliver(finish: Finish) -> None:
+            participant.deliver(sender, Asked(message, Answer(sender, finish)))
+
+        return Later(deliver)
 
     def _participant(self, context_id: int, pass_id: int, sender: int) -> Participant | None:
         """This worker's part of a pass, made on demand; None if there is nothing to do for it."""
@@ -257,13 +256,11 @@ class Autograd:
         payload = encode(context.id, pass_id, post.message)
         self.node.post(post.to, TOPIC, payload, _scope(context, post.message))
 
-    def ask(self, context: Context, pass_id: int, post: Post, at_once: bool) -> Pending:
-        """Send a message that engages, as a call."""
+    def ask(self, context: Context, pass_id: int, post: Post) -> Pending:
+        """Send a message as a call, whose reply is what that worker says next."""
         payload = encode(context.id, pass_id, post.message)
-        if at_once:
-            payload = payload._replace(topic=AT_ONCE)
         scope = _scope(context, post.message)
-        pending: Pending = self.node.ask(post.to, payload.topic, payload, scope)
+        pending: Pending = self.node.ask(post.to, TOPIC, payload, scope)
         return pending
 
     def counts(self) -> dict[str, int]:

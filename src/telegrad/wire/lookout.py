@@ -11,6 +11,8 @@ The rules that keep this from doing harm:
   bytes have come soon after the reader asked: an idle link costs one look, a link on which answers
   take long costs none.
 - Looking yields to everyone: each look lets other threads have the interpreter, and then the core.
+- One thread of a process looks, the one that asked last: who was just served is served next, as a
+  rule. Two would take the interpreter from each other, and take that for a shared core.
 - Who was kept from looking for longer than a look takes shares the core with somebody who needs
   it: nobody in this process looks for a while then.
 - With one core there is nobody to wait for: who would send cannot run meanwhile.
@@ -36,6 +38,7 @@ class Lookout:
     __slots__ = ("_asked", "_look", "_soon")
 
     _resting_until: ClassVar[float] = 0.0
+    _looks: ClassVar[Lookout | None] = None
 
     def __init__(self, sock: socket.socket) -> None:
         poll = select.poll()
@@ -53,10 +56,11 @@ class Lookout:
         if not self._soon or now < Lookout._resting_until:
             return False
         look, until = self._look, now + LOOK_FOR
+        Lookout._looks = self
         while not look(0):
             os.sched_yield()
             before, now = now, time.monotonic()
-            if now > until:
+            if now > until or Lookout._looks is not self:
                 return False
             if now - before > KEPT_AWAY:
                 Lookout._resting_until = now + REST_FOR

@@ -11,7 +11,7 @@ JOBS   ?= 2
 
 .PHONY: help test unit demo lint format types bench bench-scaling dry-run bench-rpc \
         bench-autograd bench-tensors bench-train bench-compile bench-tls bench-faults compile-report programs \
-        fuzz strangers liars chaos soak conformance ecosystem slow clean
+        fuzz strangers liars withstanding chaos soak conformance ecosystem slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -69,6 +69,9 @@ fuzz: $(READY)  ## coverage-guided fuzzing of all that reads what others send; F
 
 strangers: $(READY)  ## attack a running job without its key, and time its calls meanwhile
 	$(BIN)/python -m tests.rpc.strangers $(ARGS)
+
+withstanding: $(READY)  ## load, faults and bad inputs in one run beside stock: a table of docs/faults.md
+	$(BIN)/python -m benchmarks.withstanding --write $(ARGS)
 
 liars: $(READY)  ## members of a job that takes data only, who say anything but what they should
 	$(BIN)/python -m tests.rpc.liars $(ARGS)

@@ -6,15 +6,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.peers import Peer, Samples, compare, sample
+from benchmarks.peers import Peer, Samples, compare, sample, sample_in_turn
 
 CHAIN = 1000
 CALLS = 32
 CONTEXTS = 8
+
+LOCAL = f"local backward, {CHAIN} nodes"
+LONG = f"{CHAIN} nodes and one hop"
+HOP_BESIDE = "one hop beside them"
 
 WEIGHT = torch.eye(8).requires_grad_()
 
@@ -39,17 +44,42 @@ def measure(peer: Peer) -> Samples:
             pass
 
     samples["empty context"] = sample(empty, 0.5)
-    for mode in modes:
-        suffix = "" if mode == "smart" else f", {mode}"
-        samples[f"1 hop{suffix}"] = sample(_hops(peer, x, 1, mode), 1.0)
-        samples[f"10 hops{suffix}"] = sample(_hops(peer, x, 10, mode), 1.0, warm_up=5)
-        samples[f"{CALLS} calls in one pass{suffix}"] = sample(
-            _hops(peer, x, CALLS, mode, serial=False), 1.0, warm_up=3
+    cases: tuple[tuple[str, int, bool], ...] = (
+        ("1 hop", 1, True),
+        ("10 hops", 10, True),
+        (f"{CALLS} calls in one pass", CALLS, False),
+    )
+    for case, count, serial in cases:
+        samples |= sample_in_turn(
+            {
+                case if mode == "smart" else f"{case}, {mode}": _hops(
+                    peer, x, count, mode, serial=serial
+                )
+                for mode in modes
+            },
+            1.0,
         )
-    samples[f"local backward, {CHAIN} nodes"] = _timed_local(x)
-    samples[f"{CHAIN} nodes and one hop"] = sample(_long_chain(peer, x), 1.0, warm_up=5)
+    samples |= sample_in_turn(
+        {
+            LOCAL: lambda: torch.autograd.grad(chain(x).sum(), x),
+            HOP_BESIDE: _hops(peer, x, 1, "smart"),
+            LONG: _long_chain(peer, x),
+        },
+        1.0,
+    )
     samples[f"{CONTEXTS} contexts at once"] = _many_contexts(_hops(peer, x, 1, "smart"))
     return samples
+
+
+def derived(samples: Samples) -> dict[str, float]:
+    """What the local graph costs beyond the hop, and SMART beyond FAST, as ratios of medians."""
+    middle = {case: median(times) for case, times in samples.items()}
+    beyond = middle[LONG] - middle[HOP_BESIDE]
+    ratios = {f"{CHAIN} nodes without the hop, to local": beyond / middle[LOCAL]}
+    for case in middle:
+        if f"{case}, fast" in middle:
+            ratios[f"{case}, smart to fast"] = middle[case] / middle[f"{case}, fast"]
+    return ratios
 
 
 def _backward(peer: Peer, context: int, loss: torch.Tensor, mode: str) -> None:
@@ -86,13 +116,6 @@ def _long_chain(peer: Peer, x: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def _timed_local(x: torch.Tensor) -> list[float]:
-    def run() -> None:
-        torch.autograd.grad(chain(x).sum(), x)
-
-    return sample(run, 1.0, warm_up=5)
-
-
 def _many_contexts(work: Callable[[], None], each: int = 20) -> list[float]:
     """Wall time per context while several threads each run theirs."""
     times = []
@@ -110,4 +133,4 @@ def _many_contexts(work: Callable[[], None], each: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    compare("benchmarks.autograd", measure)
+    compare("benchmarks.autograd", measure, derived=derived)

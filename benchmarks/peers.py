@@ -54,6 +54,24 @@ def sample(work: Callable[[], object], seconds: float, warm_up: int = 20) -> lis
     return times
 
 
+def sample_in_turn(
+    works: dict[str, Callable[[], object]], seconds: float, warm_up: int = 10
+) -> Samples:
+    """As `sample`, for things that are compared with each other: each has its turn, again and
+    again, for about so many seconds each. The speed of a machine changes within a run."""
+    for work in works.values():
+        for _ in range(warm_up):
+            work()
+    samples: Samples = {case: [] for case in works}
+    until = time.perf_counter() + paced(seconds) * len(works)
+    while time.perf_counter() < until or len(next(iter(samples.values()))) < 5:
+        for case, work in works.items():
+            start = time.perf_counter()
+            work()
+            samples[case].append(time.perf_counter() - start)
+    return samples
+
+
 class Peer:
     """What a measurement may use: the rpc and autograd modules of one implementation."""
 

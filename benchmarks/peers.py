@@ -178,6 +178,8 @@ def turn(program: str, peer: str, pace: float) -> Samples:
     command = [sys.executable, "-m", program, "--peer", peer, "--pace", str(pace)]
     # Stock torch warns of itself in every process.
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    # Without a buffer Python drops what a pipe does not take in one go.
+    environment.pop("PYTHONUNBUFFERED", None)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
     ) as process:

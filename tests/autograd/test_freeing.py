@@ -22,7 +22,8 @@ from telegrad.autograd.freeing import free_without_recursion
 x = y = torch.ones(1, requires_grad=True)
 for number in range({DEEP}):
     y = y * 1.0 if number % 3 else y + y.detach()
-nodes, stack = {{}}, [((y.grad_fn, 0),)]
+loss = y.sum() if {{outlives}} else y
+nodes, stack = {{}}, [((loss.grad_fn, 0),)]
 while stack:
     for node, _ in stack.pop():
         if node is not None and node not in nodes:
@@ -32,19 +33,22 @@ keep = {{keep}}
 if keep:
     free_without_recursion(nodes)
 del node, nodes
-torch.autograd.backward(y)
+torch.autograd.backward(loss)
+del loss
 del y
 print(x.grad.item())
 """
 
 
-def run(keep: bool) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT.replace("{keep}", str(keep))]
+def run(keep: bool, outlives: bool = False) -> subprocess.CompletedProcess[str]:
+    script = SCRIPT.replace("{keep}", str(keep)).replace("{outlives}", str(outlives))
+    command = [sys.executable, "-c", script]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_a_deep_graph_is_freed() -> None:
-    done = run(keep=True)
+@pytest.mark.parametrize("outlives", [False, True], ids=["loss goes last", "y goes last"])
+def test_a_deep_graph_is_freed(outlives: bool) -> None:
+    done = run(True, outlives)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1.0\n"
 

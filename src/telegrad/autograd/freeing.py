@@ -5,9 +5,12 @@ owns its Python object once nobody else does, and frees it as it goes, and that 
 next node, and so on, each inside of the other. Some ten thousands of such nodes in a row overflow
 the stack, and the process is gone.
 
-So the Python objects of a large graph are kept for as long as its *tops* live: the nodes that no
-other leads to, hence not held by what is kept. With the last top they are let go of from the top
-downwards. Each node that goes then finds the next one still held, and ends there.
+So the Python objects of a large graph are kept, in segments. The first ones hang on the *tops*, the
+nodes that no other leads to; each segment ends in nodes on which the next ones hang. What hangs on
+a node lies below it, so nothing keeps itself. When a node with a segment goes, the segment is let
+go of from the top downwards: each node that goes then finds the next one still held, and ends
+there. A tensor in the midst of the graph may outlive the loss; then the rest of one segment, whose
+objects nobody keeps any more, is freed by recursion, and the segments below it as ever.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from typing import Any
 
 LARGE = 10_000
 """Nodes. A row of so many is freed by recursion without harm."""
+SEGMENT = LARGE // 2
 
 _KEY = "telegrad: the nodes below"
 
 
 class _Below:
-    """The nodes below the tops of one graph, each before those that it leads to."""
+    """A segment: each node before those that it leads to."""
 
     __slots__ = ("_nodes",)
 
@@ -43,16 +47,17 @@ def free_without_recursion(nodes: Collection[Any]) -> None:
         for child, _ in node.next_functions:
             if child in incoming:
                 incoming[child] += 1
-    tops = [node for node, count in incoming.items() if not count]
-    ordered: list[Any] = []
-    ready = list(tops)
-    while ready:
-        for child, _ in ready.pop().next_functions:
-            if child in incoming:
-                incoming[child] -= 1
-                if not incoming[child]:
-                    ordered.append(child)
-                    ready.append(child)
-    below = _Below(ordered)
-    for top in tops:
-        top.metadata[_KEY] = below
+    anchors = [node for node, count in incoming.items() if not count]
+    while anchors:
+        anchor = anchors.pop()
+        segment: list[Any] = []
+        ready = [anchor]
+        while ready:
+            for child, _ in ready.pop().next_functions:
+                if child in incoming:
+                    incoming[child] -= 1
+                    if not incoming[child]:
+                        segment.append(child)
+                        (ready if len(segment) < SEGMENT else anchors).append(child)
+        if segment:
+            anchor.metadata[_KEY] = _Below(segment)

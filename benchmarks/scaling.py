@@ -173,8 +173,6 @@ CASES = (
     Case("calls in flight", 1 << 12, calls_in_flight),
     Case("contexts open", 1 << 12, contexts_open),
     Case("references held", 1 << 14, references_held),
-    # Somewhere beyond 32,768 nodes in a row torch 2.13 overflows the stack when it frees them, if
-    # Python has looked at them: it frees each from inside of the one before.
     Case("nodes of a graph", 1 << 16, graph_nodes),
     Case("hops of one pass", 1 << 10, hops),
 )

@@ -127,8 +127,13 @@ class Participant:
         """Handle these events and all that come meanwhile. The caller has set `_driving`."""
         while True:
             if batch:
-                self._handle_all(batch)
-                self._advance()
+                try:
+                    self._handle_all(batch)
+                    self._advance()
+                except BaseException as error:
+                    # A gradient that cannot be sent, or Ctrl-C: without this nobody could ever
+                    # drive again, and no one would be told.
+                    self._fail(error)
                 self._clean_up()
             with self._lock:
                 if not self._inbox:

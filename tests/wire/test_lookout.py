@@ -60,7 +60,7 @@ def test_bytes_end_the_looking(pair, monkeypatch):
 def test_nobody_looks_for_a_while_when_the_core_is_wanted_by_others(pair, monkeypatch):
     monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
     monkeypatch.setattr(lookout, "KEPT_AWAY", -1.0)
-    monkeypatch.setattr(lookout, "REST_FOR", 60.0)
+    monkeypatch.setattr(Lookout, "_rest", 60.0)
     monkeypatch.setattr(Lookout, "_resting_until", 0.0)
     assert asked_for(Lookout(pair[0])) < 30.0
     monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
@@ -75,7 +75,27 @@ def test_who_asks_last_looks_and_the_one_before_sleeps(pair, monkeypatch):
     asking.start()
     while Lookout._looks is not first:
         time.sleep(0)
-    pair[0].send(b"x")
+    sender = threading.Timer(0.05, pair[0].send, (b"x",))
+    sender.start()
     assert second.wait()
     asking.join(30.0)
     assert not asking.is_alive()
+    sender.join()
+
+
+def test_who_is_kept_away_again_and_again_rests_for_longer_until_looking_pays(pair, monkeypatch):
+    monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    monkeypatch.setattr(lookout, "KEPT_AWAY", -1.0)
+    monkeypatch.setattr(Lookout, "_rest", lookout.REST_FOR)
+    look = Lookout(pair[0])
+    for times in (2, 4, 8):
+        monkeypatch.setattr(Lookout, "_resting_until", 0.0)
+        look.wait()
+        assert Lookout._rest == times * lookout.REST_FOR
+    monkeypatch.setattr(Lookout, "_resting_until", 0.0)
+    monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    sender = threading.Timer(0.05, pair[1].send, (b"x",))
+    sender.start()
+    assert look.wait()
+    assert Lookout._rest == lookout.REST_FOR
+    sender.join()

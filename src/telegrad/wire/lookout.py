@@ -14,7 +14,8 @@ The rules that keep this from doing harm:
 - One thread of a process looks, the one that asked last: who was just served is served next, as a
   rule. Two would take the interpreter from each other, and take that for a shared core.
 - Who was kept from looking for longer than a look takes shares the core with somebody who needs
-  it: nobody in this process looks for a while then.
+  it: nobody in this process looks for a while then, and for twice as long if it happens again
+  before anything was found by looking. On a crowded machine nobody looks.
 - With one core there is nobody to wait for: who would send cannot run meanwhile.
 """
 
@@ -30,6 +31,7 @@ LOOK_FOR = 0.0008
 """Seconds. About what a worker takes for a small request, or for its part of a small pass."""
 KEPT_AWAY = 0.0002
 REST_FOR = 0.001
+LONGEST_REST = 1.0
 
 
 class Lookout:
@@ -38,6 +40,7 @@ class Lookout:
     __slots__ = ("_asked", "_look", "_soon")
 
     _resting_until: ClassVar[float] = 0.0
+    _rest: ClassVar[float] = REST_FOR
     _looks: ClassVar[Lookout | None] = None
 
     def __init__(self, sock: socket.socket) -> None:
@@ -56,16 +59,21 @@ class Lookout:
         if not self._soon or now < Lookout._resting_until:
             return False
         look, until = self._look, now + LOOK_FOR
+        if look(0):
+            return True
         Lookout._looks = self
-        while not look(0):
+        while True:
             os.sched_yield()
             before, now = now, time.monotonic()
             if now > until or Lookout._looks is not self:
                 return False
             if now - before > KEPT_AWAY:
-                Lookout._resting_until = now + REST_FOR
+                Lookout._resting_until = now + Lookout._rest
+                Lookout._rest = min(2 * Lookout._rest, LONGEST_REST)
                 return False
-        return True
+            if look(0):
+                Lookout._rest = REST_FOR
+                return True
 
     def came(self) -> None:
         """After a read that had to wait."""

@@ -94,6 +94,17 @@ def test_one_tensor_twice_in_a_call_is_one_tensor_there(backend: str) -> None:
     assert_same(expected, differentiated(compiled(step, backend)[0], x, y))
 
 
+def test_a_float_or_a_timeout_that_changes_is_a_constant_of_another_graph() -> None:
+    def step(x: Tensor, by: float, timeout: float) -> Tensor:
+        nested = {"x": x, "rest": (x, 2)}
+        return rpc.rpc_sync("worker1", f.several, (nested,), {"scale": by}, timeout=timeout)[0]
+
+    fast, _ = compiled(step, "aot_eager")
+    x = torch.ones(2, 3)
+    for by, timeout in ((1.5, 20), (2.5, 21), (3.5, 22), (3.5, 20.5), (3.5, 21.5), (4, 22.5)):
+        torch.testing.assert_close(fast(x, by, timeout), step(x, by, timeout))
+
+
 def test_two_arguments_that_became_one_object_are_noticed() -> None:
     def step(x: Tensor, y: Tensor) -> Tensor:
         return rpc.rpc_sync("worker1", f.doubled_in_place, (x, [y], x))

@@ -65,6 +65,59 @@ def test_gradients_of_several_contexts_add_up_in_compiled_steps() -> None:
     torch.testing.assert_close(trained(None), trained("aot_eager"))
 
 
+def test_accumulated_gradients_are_applied_by_a_step_without_context_in_the_graph() -> None:
+    def trained(backend: str | None) -> Tensor:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.1)
+
+        def step(x: Tensor) -> None:
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker1", f.layer, (x * weight, x)).sum()
+                autograd.backward(context_id, [loss])
+                optimizer.accumulate(context_id)
+            optimizer.step()
+
+        run = step if backend is None else compiled(step, backend)[0]
+        for n in (1, 2, 3):
+            run(torch.ones(2, 3) * n)
+        return weight.detach()
+
+    torch.testing.assert_close(trained(None), trained("aot_eager"))
+
+
+@pytest.mark.filterwarnings("error:.*lr_scheduler:UserWarning", "error:.*overridden:UserWarning")
+def test_hooks_and_schedulers_of_the_optimizer_see_each_compiled_step_once() -> None:
+    def trained(backend: str | None) -> Tensor:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        seen = [torch.zeros(3), torch.zeros(3)]
+
+        def before(*_: object) -> None:
+            seen[0].add_(weight.detach())
+
+        def after(*_: object) -> None:
+            seen[1].add_(weight.detach())
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+        def step(x: Tensor) -> None:
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker1", f.layer, (x * weight, x)).sum()
+                autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+
+        run, counter = (step, None) if backend is None else compiled(step, backend)
+        for n in range(5):
+            run(torch.ones(2, 3) * n)
+            schedule.step()
+        assert counter is None or counter.frame_count == 1
+        return torch.cat([weight.detach(), *seen])
+
+    torch.testing.assert_close(trained(None), trained("aot_eager"))
+
+
 def test_a_pass_that_fails_in_a_graph_raises_and_leaves_no_context_behind() -> None:
     def step(x: Tensor) -> Tensor:
         with autograd.context() as context_id:

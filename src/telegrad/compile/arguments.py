@@ -27,7 +27,7 @@ from telegrad.rpc.worker import WorkerInfo
 
 Template = tuple[Any, ...]
 
-CONSTANTS = (bool, str, float, bytes, torch.dtype, torch.device)
+CONSTANTS = (bool, str, bytes, torch.dtype, torch.device)
 
 
 class Split:
@@ -50,6 +50,8 @@ def split(value: Any, found: Split) -> Template:
         found.tensors.append(value)
         found.shapes.append(value.detach())
         return ("tensor", len(found.tensors) - 1)
+    if isinstance(value, float):
+        return ("constant", constant(value))
     if value is None or isinstance(value, CONSTANTS):
         return ("constant", value)
     if isinstance(value, int):

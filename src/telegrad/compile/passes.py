@@ -83,22 +83,23 @@ def fail_pass(context: Context | None, error: BaseException) -> None:
             raise error
 
 
-_effects: dict[str, tuple[weakref.ref[Any], Callable[[Any, int], Any]]] = {}
+_effects: dict[str, tuple[weakref.ref[Any], Callable[[Any, int | None], Any], bool]] = {}
 
 
 def perform(key: str, context: Context | None) -> None:
-    owner, method = _effects[key]
-    method(owner(), (context or require_context()).id)
+    owner, method, in_context = _effects[key]
+    method(owner(), (context or require_context()).id if in_context else None)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def effect(owner: object, method: str) -> str:
-    """The key under which `owner.method(context_id)` is performed. Runs while Dynamo traces.
+def effect(owner: object, method: str, in_context: bool) -> str:
+    """The key under which `owner.method(context_id)` is performed, or `owner.method(None)`. Runs
+    while Dynamo traces.
 
     What torch wraps around the method, such as hooks of optimizers, is traced: it must not take
     place once more.
     """
-    key = f"{type(owner).__name__}.{method} #{id(owner)}"
+    key = f"{type(owner).__name__}.{method}({'id' if in_context else ''}) #{id(owner)}"
     # Dynamo guards the owner, so whoever runs the graph has it.
-    _effects[key] = weakref.ref(owner), inspect.unwrap(getattr(type(owner), method))
+    _effects[key] = weakref.ref(owner), inspect.unwrap(getattr(type(owner), method)), in_context
     return key

@@ -114,6 +114,8 @@ def _located(
     """The key under which a call is known, who runs it, and the tensors and numbers in it."""
     found = Split()
     template = split((tuple(args or ()), kwargs or {}), found)
+    if timeout is not None:
+        timeout = constant(timeout)
     key, owner = locate(_plain(to), function, template, timeout)
     return key, owner, found
 
@@ -251,7 +253,9 @@ def backward(
 
 def perform(owner: object, method: str, context_id: Any) -> None:
     """`owner.method(context_id)` as a node of the graph."""
-    _state.order = ops.perform(effect(owner, method), _token_of(context_id), _state.order)
+    in_context = context_id is not None
+    token = _token_of(context_id) if in_context else NO_CONTEXT
+    _state.order = ops.perform(effect(owner, method, in_context), token, _state.order)
 
 
 def result_on_fakes(

@@ -238,6 +238,7 @@ class DistributedOptimizer(Optimizer):
                 "step() takes a context id, not a closure: optimizers that evaluate the model "
                 "several times per step cannot be distributed."
             )
+        self._opt_called = True  # Schedulers of torch ask for it.
         if context_id is not None:
             retrieve_context(context_id)
         self._refuse_after_failure()
@@ -389,6 +390,11 @@ class DistributedOptimizer(Optimizer):
             except Exception as error:
                 failed[owner] = error
         return answers, failed
+
+
+# A scheduler of torch wraps `step` to know that it was called, unless one has done so before.
+# Dynamo does not trace the wrapper, and `step` notes by itself what it would note.
+DistributedOptimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def _refuse_in_graph(what: str) -> None:

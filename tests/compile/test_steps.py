@@ -118,6 +118,30 @@ def test_hooks_and_schedulers_of_the_optimizer_see_each_compiled_step_once() -> 
     torch.testing.assert_close(trained(None), trained("aot_eager"))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_reads_weights_before_and_after_a_step_as_they_are(backend: str) -> None:
+    def trained(backend: str | None) -> Tensor:
+        weight = nn.Parameter(torch.linspace(0.5, 1, 3))
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.1)
+
+        def steps(x: Tensor) -> Tensor:
+            seen = [(weight.detach() * 2).sum()]
+            for _ in range(2):
+                with autograd.context() as context_id:
+                    loss = rpc.rpc_sync("worker1", f.layer, ((x * weight).sin(), x)).sum()
+                    autograd.backward(context_id, [loss])
+                    optimizer.step(context_id)
+                seen += [loss.detach(), (weight.detach() * 2).sum()]
+            return torch.stack(seen)
+
+        run, counter = (steps, None) if backend is None else compiled(steps, backend)
+        found = [run(torch.ones(2, 3)) for _ in range(3)]
+        assert counter is None or counter.frame_count == 1
+        return torch.stack([*found, torch.cat([weight.detach(), weight[:2].detach()])])
+
+    torch.testing.assert_close(trained(None), trained(backend))
+
+
 def test_a_pass_that_fails_in_a_graph_raises_and_leaves_no_context_behind() -> None:
     def step(x: Tensor) -> Tensor:
         with autograd.context() as context_id:

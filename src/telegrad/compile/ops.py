@@ -62,7 +62,7 @@ for _schema in (
     f"begin_pass(bool retain, str mode, float? timeout, Tensor[] roots, {_ORDER})"
     " -> (Tensor[], Tensor)",
     f"end_pass(Tensor[] leaves, Tensor[] gradients, {_ORDER}) -> Tensor",
-    f"perform(str key, {_ORDER}) -> Tensor",
+    f"perform(str key, Tensor(a!)[] changed, {_ORDER}) -> Tensor",
 ):
     _library.define(_schema)
 
@@ -314,8 +314,8 @@ def end_pass(
 
 
 @_kernel
-def perform(key: str, context: Tensor, order: Tensor) -> Tensor:
-    passes.perform(key, context_of(context))
+def perform(key: str, changed: list[Tensor], context: Tensor, order: Tensor) -> Tensor:
+    passes.perform(key, changed, context_of(context))
     return _DONE
 
 

@@ -10,6 +10,7 @@ token, so the context is released when the frame of the graph goes.
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,8 +72,26 @@ def end_pass(
     context: Context | None, leaves: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> None:
     context = context or require_context()
-    found = [each for each in zip(leaves, gradients, strict=True) if not anchors.has(each[0])]
+    pairs = zip(map(_real, leaves), gradients, strict=True)
+    found = [each for each in pairs if not anchors.has(each[0])]
     _open.pop(context.id).close(*(zip(*found, strict=True) if found else ((), ())))
+
+
+class _Thread(threading.local):
+    """What stands for a tensor in the rest of a graph since an effect has changed it, by memory."""
+
+    def __init__(self) -> None:
+        self.copies: weakref.WeakKeyDictionary[Any, dict[int, Tensor]] = weakref.WeakKeyDictionary()
+
+
+_thread = _Thread()
+
+
+def _real(leaf: Tensor) -> Tensor:
+    if leaf.requires_grad:
+        return leaf
+    address = leaf.data_ptr()
+    return next((c[address] for c in _thread.copies.values() if address in c), leaf)
 
 
 def fail_pass(context: Context | None, error: BaseException) -> None:
@@ -86,9 +105,20 @@ def fail_pass(context: Context | None, error: BaseException) -> None:
 _effects: dict[str, tuple[weakref.ref[Any], Callable[[Any, int | None], Any], bool]] = {}
 
 
-def perform(key: str, context: Context | None) -> None:
-    owner, method, in_context = _effects[key]
-    method(owner(), (context or require_context()).id if in_context else None)
+def perform(key: str, changed: Sequence[Tensor], context: Context | None) -> None:
+    """`changed` are the tensors of this process that the effect changes (`owner.changes`), so that
+    no compiler moves what reads them to the other side of it; or copies that take their place."""
+    reference, method, in_context = _effects[key]
+    owner: Any = reference()
+    method(owner, (context or require_context()).id if in_context else None)
+    copies = {}
+    with torch.no_grad():
+        for seen, real in zip(changed, owner.changes if changed else (), strict=True):
+            if seen.data_ptr() != real.data_ptr():
+                seen.copy_(real)
+                copies[seen.data_ptr()] = real
+    if changed:
+        _thread.copies[owner] = copies
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -251,11 +251,13 @@ def backward(
     _state.order = ops.end_pass(leaves, gradients, token, order)
 
 
-def perform(owner: object, method: str, context_id: Any) -> None:
-    """`owner.method(context_id)` as a node of the graph."""
+def perform(owner: object, method: str, context_id: Any, changed: list[Tensor]) -> None:
+    """`owner.method(context_id)` as a node of the graph, which changes these tensors."""
     in_context = context_id is not None
     token = _token_of(context_id) if in_context else NO_CONTEXT
-    _state.order = ops.perform(effect(owner, method, in_context), token, _state.order)
+    key = effect(owner, method, in_context)
+    with torch.no_grad():
+        _state.order = ops.perform(key, changed, token, _state.order)
 
 
 def result_on_fakes(

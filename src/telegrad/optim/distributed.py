@@ -72,6 +72,8 @@ class DistributedOptimizer(Optimizer):
         self._parts: dict[str, RRef[OwnedOptimizer]] = {}
         self._members: list[list[Member]] = []
         self._named: list[bool] = []
+        self.changes: list[Tensor] = []
+        """The parameters that live here: a compiled function has to know what a step changes."""
         self._sent: list[Options] = []
         self._treatments: dict[int | None, list[Treatment]] = {}
         self._failure: StepFailed | None = None
@@ -94,6 +96,7 @@ class DistributedOptimizer(Optimizer):
             for index, (name, rref) in enumerate(references, first)
         ]
         self._members.append(group)
+        self.changes += [m.rref.local_value() for m in group if m.rref.is_owner()]
         self._named.append(all(name for name, _ in references))
         self.param_groups.append({"params": [member.rref for member in group], **options})
         if self._parts:
@@ -162,7 +165,7 @@ class DistributedOptimizer(Optimizer):
         Call it inside of each context, then `step()` (or `step(context_id)` in the last of them).
         """
         if is_dynamo_compiling():
-            _traced().perform(self, "accumulate", context_id)
+            _traced().perform(self, "accumulate", context_id, [])
             return
         retrieve_context(context_id)
         self._on_all("accumulate", context_id)
@@ -231,7 +234,7 @@ class DistributedOptimizer(Optimizer):
         Parameters without a gradient are left alone, as in torch. Returns when all have stepped.
         """
         if is_dynamo_compiling():
-            _traced().perform(self, "step", context_id)
+            _traced().perform(self, "step", context_id, list(self.changes))
             return
         if callable(context_id):
             raise TypeError(

@@ -31,6 +31,7 @@ from telegrad.launch.processes import LocalProcesses
 from telegrad.launch.script import find_main, is_installing
 from telegrad.launch.store import host_store
 from telegrad.launch.worker import seed_everything
+from telegrad.rpc import interrupts
 from telegrad.rpc.api import is_initialized
 from telegrad.rpc.arguments import check_seconds, check_whole
 from telegrad.rpc.room import room_to
@@ -198,6 +199,8 @@ def run_with(
             if conduct.on_lost is not None:
                 size = len(seats)
                 conduct.on_lost(lambda worker: processes.replace(worker % size, worker // size))
+        # Another thread has joined, and Ctrl-C comes to this one.
+        interrupts.install()
         result = main()
         if restarts:
             processes.supervise(0)
@@ -215,6 +218,8 @@ def run_with(
             for ended in processes.failures():
                 error.add_note(str(ended))
         raise
+    finally:
+        interrupts.uninstall()
     processes.end()
     return result
 

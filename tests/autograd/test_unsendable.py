@@ -51,7 +51,7 @@ def fails_at_home_after(route: list[str]) -> Tensor:
 def test_a_gradient_that_cannot_be_sent_fails_the_pass_everywhere(forward, route, seed) -> None:
     def main() -> list[int]:
         with api.context() as context_id:
-            with pytest.raises(TelegradError, match="cannot send .*FakeTensor"):
+            with pytest.raises(TelegradError, match=r"cannot send .*FakeTensor"):
                 api.backward(context_id, [forward(route).sum()])
             x = torch.ones(2, requires_grad=True)
             api.backward(context_id, [along(x, route, bad=False).sum()])

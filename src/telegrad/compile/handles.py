@@ -12,13 +12,15 @@ have `__eq__` and `__hash__` over attributes that Dynamo guards.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import current_node
 from telegrad.rpc.worker import WorkerInfo
+
+Number = TypeVar("Number", int, float)
 
 
 class MadeRRef:
@@ -93,10 +95,11 @@ def home_of(rref: Any) -> str | int:
     """The worker that owns a reference of either kind. Inlined by Dynamo."""
     if isinstance(rref, MadeRRef):
         return rref.worker
-    return constant(rref._reference.owner)
+    owner: int = rref._reference.owner
+    return constant(owner)
 
 
-def constant(number: int) -> int:
+def constant(number: Number) -> Number:
     """A number that Dynamo must guard, not turn into a symbol: an element of a set is hashed."""
     return next(iter({number}))
 

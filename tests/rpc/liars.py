@@ -317,7 +317,7 @@ class Battery:
         self.job["c"].do(work_honestly, "a", 0.2)
         for name in self.honest:
             self.job[name].do(forbid_pickle)
-        self.before = {name: self.job[name].do(state, self.honest) for name in self.honest}
+        self.before = {name: self._settled(name) for name in self.honest}
         self.descriptors = {name: self.job[name].do(descriptors) for name in self.honest}
         self.memory = {name: self.job[name].do(peak_memory) for name in self.honest}
         self.done = 0
@@ -327,6 +327,14 @@ class Battery:
         process = self.job[name]
         process.do(join, name, None, None, self.job.store.port, **self._options)
         process.do(functions.what_ran)  # imports the module
+
+    def _settled(self, name: str) -> dict[str, Any]:
+        """What a worker holds when the others have let go of its contexts and references."""
+        until = time.monotonic() + 10
+        while (now := self.job[name].do(state, self.honest))["contexts"] or now["references"]:
+            assert time.monotonic() < until, f"{name} keeps {now} of honest work"
+            time.sleep(0.01)
+        return now
 
     def withstand(self, seed: int, seconds: float) -> None:
         """One liar more, and what must hold all the same."""

@@ -15,7 +15,7 @@ import torch
 from telegrad import rpc
 from telegrad.rpc.outgoing import MAX_CALLS_IN_FLIGHT
 from telegrad.wire.frames import LIMITS as FRAME_LIMITS
-from telegrad.wire.link import QUEUE_BYTES
+from telegrad.wire.outbox import QUEUE_BYTES
 from telegrad.wire.trust import LIMITS
 from tests.rpc.fleet import ROOT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -442,6 +443,15 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def open_files() -> list[str]:
+    """What the descriptors of this process refer to."""
+    files = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # The one that lists them.
+            files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sorted(files)
+
+
 def call_all(names: list[str]) -> int:
     gc.disable()
     for name in names:
@@ -449,26 +459,31 @@ def call_all(names: list[str]) -> int:
     return descriptors()
 
 
-def descriptors_when_lost(count: int) -> int:
+def files_more_when_lost(count: int) -> list[str]:
+    """What is open and was not before the calls, once that many workers are lost."""
     assert when_settled(lambda: len(rpc.debug_info()["lost workers"]) == count)
-    when_settled(lambda: descriptors() <= functions.kept, 5.0)
+    when_settled(lambda: len(open_files()) <= len(functions.kept), 5.0)
+    more = open_files()
+    for file in functions.kept:
+        if file in more:
+            more.remove(file)
+    return more if len(open_files()) > len(functions.kept) else []
+
+
+def keep_open_files() -> int:
+    functions.kept = open_files()
     return descriptors()
-
-
-def keep_descriptors() -> int:
-    functions.kept = descriptors()
-    return functions.kept
 
 
 def test_links_of_lost_workers_free_their_descriptors_without_a_collection(
     make_job: MakeJob,
 ) -> None:
     job = make_job("a", "b", "c", "d")
-    before = job["a"].do(keep_descriptors)
+    before = job["a"].do(keep_open_files)
     assert job["a"].do(call_all, ["b", "c", "d"]) > before
     for name in "bcd":
         job[name].kill()
-    assert job["a"].do(descriptors_when_lost, 3) <= before
+    assert job["a"].do(files_more_when_lost, 3) == []
 
 
 def cut_and_call(to: str, times: int) -> int:

@@ -8,7 +8,7 @@ from telegrad import rpc
 from telegrad.launch import conduct
 from telegrad.rpc import cargo, outgoing
 from telegrad.rpc.api import LIVENESS
-from telegrad.wire.link import QUEUE_BYTES
+from telegrad.wire.outbox import QUEUE_BYTES
 from tests.rpc.fleet import ROOT
 
 TEXT = (ROOT / "docs" / "faults.md").read_text()

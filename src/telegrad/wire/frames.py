@@ -24,6 +24,7 @@ from telegrad.wire.primitives import ByteBuffer
 
 HEADER = struct.Struct("<BB2xIIIIQQQQ")
 HEADER_SIZE = HEADER.size
+ONE_ROW = struct.Struct("<2Q")
 INLINE = (1 << 64) - 1
 GROUP = 1 << 63
 SPLIT = 1 << 62
@@ -77,7 +78,7 @@ def head_of(
     inline: int,
 ) -> bytes:
     """A frame that frees no slots, up to its inline buffers, of which there are so many bytes."""
-    table = b"".join(struct.pack("<2Q", *row) for row in rows)
+    table = b"".join(ONE_ROW.pack(*row) for row in rows)
     total = len(table) + len(note) + len(meta) + inline
     counts = (len(note), len(rows), 0, len(meta), total)
     return b"".join((HEADER.pack(kind, 0, *counts, seq, ack, call_id), table, note, meta))

@@ -1,0 +1,226 @@
+"""Sending: a message becomes a frame, by the way that suits its tensors.
+
+A large tensor travels through the process group of the connection, or half of it by its lane, or in
+shared memory, or inline, whichever there is first. Shared memory is copied to; by the other ways
+the frame refers to the tensor's own memory, and `send` stays until that has been handed over: when
+it returns, the caller may change its tensors.
+
+A frame whose large tensors travel beside the stream is kept for a resend in another shape, with all
+of them inline: what is beside a stream breaks with it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from telegrad.wire.connection import SMALL_FRAME, Borrowed, LinkClosed
+from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, ONE_ROW, head_of
+from telegrad.wire.group import GroupFailed, TensorGroup, Transfer
+from telegrad.wire.lane import Lane, are_large, cut
+from telegrad.wire.outbox import LATER_BYTES, QUEUE_BYTES, Outbox, Turn, size_of
+
+ARENA_THRESHOLD = 1 << 16
+MAX_FREED_PER_FRAME = 512
+
+
+class Message(NamedTuple):
+    """What is to be sent, before it is numbered."""
+
+    kind: int
+    call_id: int
+    meta: bytes
+    buffers: Sequence[memoryview]
+    note: bytes
+    tensors: Sequence[Tensor]
+
+    def head(self, rows: Sequence[tuple[int, int]], seq: int, ack: int, inline: int) -> bytes:
+        return head_of(self.kind, self.call_id, self.meta, self.note, rows, seq, ack, inline)
+
+    def whole(self, seq: int, ack: int) -> Borrowed:
+        """The frame as it would be sent again: with all of its buffers inline."""
+        rows = [(buffer.nbytes, INLINE) for buffer in self.buffers]
+        head = self.head(rows, seq, ack, sum(size for size, _ in rows))
+        return Borrowed((head, *self.buffers), _versions(self.tensors))
+
+
+class Sending(Outbox):
+    """The writing half of a link."""
+
+    def send(
+        self,
+        kind: int,
+        call_id: int,
+        meta: bytes = b"",
+        buffers: Sequence[memoryview] = (),
+        note: bytes = b"",
+        tensors: Sequence[Tensor] = (),
+        later: bool = False,
+        deadline: float = math.inf,
+    ) -> None:
+        """Send one frame. `later`: leave it on the queue for the next send or flush.
+
+        At the `deadline` (of `time.monotonic`) it returns although the peer does not read: the rest
+        of the frame, copied, stays on the queue.
+        """
+        if buffers and (
+            self._lane is not None or self.widen is not None or self._group is not None
+        ):
+            message = Message(kind, call_id, meta, buffers, note, tensors)
+            if self._send_by_group(message, deadline) or self._send_by_lane(message, deadline):
+                return
+        rows: list[int] = []
+        inline: list[memoryview] = []
+        total = len(meta) + len(note)
+        if buffers:
+            total += self._place(buffers, rows, inline)
+        freed = self._take_freed() if self.freed else ()
+        if len(rows) == 2 and not freed:
+            head = ONE_ROW.pack(*rows)
+        else:
+            head = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed)
+        total += len(head)
+        counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
+        own_memory = total <= SMALL_FRAME or not inline
+        with self._lock:
+            if self.closed:
+                raise LinkClosed("the link is closed")
+            seq, ack = self.session.stamp()
+            header = HEADER.pack(*counts, seq, ack, call_id)
+            if own_memory:
+                whole = b"".join((header, head, note, meta, *inline))
+                self._put(seq, whole, total, (whole,), HEADER_SIZE + total)
+            else:
+                start = b"".join((header, head, note, meta))
+                borrowed = Borrowed((start, *inline), _versions(tensors))
+                self._put(seq, borrowed, total, borrowed.parts, HEADER_SIZE + total)
+            if self._writing:
+                if not own_memory or self._queued_bytes > QUEUE_BYTES:
+                    self._await_written(self._ticket, deadline)
+                return
+            if self.broken or (later and own_memory and self._queued_bytes < LATER_BYTES):
+                return
+            turn = self._take_turn()
+        self._write_queue(turn, deadline)
+
+    def _place(
+        self, buffers: Sequence[memoryview], rows: list[int], inline: list[memoryview]
+    ) -> int:
+        total = 0
+        for buffer in buffers:
+            size = buffer.nbytes
+            place = None
+            if size >= ARENA_THRESHOLD and self._arena is not None:
+                place = self._arena.place(buffer)
+            if place is None:
+                place = INLINE
+                inline.append(buffer)
+                total += size
+            else:
+                self.sent_bytes += size
+            rows.append(size)
+            rows.append(place)
+        return total
+
+    def _take_freed(self) -> list[int]:
+        freed: list[int] = []
+        while self.freed and len(freed) < MAX_FREED_PER_FRAME:
+            freed.append(self.freed.popleft())
+        return freed
+
+    # Beside the stream.
+
+    def _send_by_group(self, message: Message, deadline: float) -> bool:
+        """Send large buffers through the process group. False: they have to go by another way."""
+        group = self._group
+        if group is None or not group.carries(message.buffers):
+            return False
+        try:
+            with group.order:
+                rows, inline, transfers = group.begin(message.buffers)
+                with self._lock:
+                    if not self._has_beside(group):
+                        return False
+                    kept, ticket, turn = self._put_beside(message, rows, inline)
+        except GroupFailed:
+            self._break_with(group)
+            return False
+        try:
+            self._carry(ticket, turn, deadline)
+        finally:
+            # Also if that failed: gloo may still read the tensors, which the caller may change.
+            self._await_transfers(group, transfers, kept, deadline)
+        return True
+
+    def _send_by_lane(self, message: Message, deadline: float) -> bool:
+        """Send large buffers in two parts. False: there is no lane for that."""
+        if not are_large(buffer.nbytes for buffer in message.buffers):
+            return False
+        lane = self._lane
+        if lane is None or not lane.is_ready:
+            self._ask_for_lane()
+            return False
+        rows, inline, beside = cut(message.buffers)
+        with self._lock:
+            if not self._has_beside(lane):
+                return False
+            _, ticket, turn = self._put_beside(message, rows, inline)
+            # In one step with the frame: on the lane the parts come in the order of their frames.
+            last = lane.put(beside)
+        lane.go()
+        self._carry(ticket, turn, deadline)
+        lane.await_sent(last, deadline)
+        return True
+
+    def _has_beside(self, beside: TensorGroup | Lane) -> bool:
+        """Whether that is still beside the stream. With the lock held."""
+        if self.closed:
+            raise LinkClosed("the link is closed")
+        return not self.broken and (beside is self._group or beside is self._lane)
+
+    def _put_beside(
+        self, message: Message, rows: Sequence[tuple[int, int]], inline: Sequence[memoryview]
+    ) -> tuple[Borrowed, int, Turn | None]:
+        """Number a frame and queue what stays in it. How it is kept, its ticket, and what is to be
+        written by the caller, if that has become the writer. With the lock held."""
+        seq, ack = self.session.stamp()
+        here = sum(part.nbytes for part in inline)
+        head, kept = message.head(rows, seq, ack, here), message.whole(seq, ack)
+        nbytes = sum(map(size_of, kept.parts)) - HEADER_SIZE
+        self._put(seq, kept, nbytes, (head, *inline), len(head) + here)
+        self.sent_bytes += sum(size for size, _ in rows) - here
+        return kept, self._ticket, None if self._writing else self._take_turn()
+
+    def _carry(self, ticket: int, turn: Turn | None, deadline: float) -> None:
+        if turn is not None:
+            self._write_queue(turn, deadline)
+        else:
+            with self._lock:
+                self._await_written(ticket, deadline)
+
+    def _await_transfers(
+        self, group: TensorGroup, transfers: list[Transfer], kept: Borrowed, deadline: float
+    ) -> None:
+        """Until the peer has the tensors. If it cannot be, they will go inline, by a resend."""
+        try:
+            for transfer in transfers:
+                transfer.wait(None if deadline == math.inf else deadline - time.monotonic())
+        except BaseException as error:
+            # Also if the caller is interrupted: from now on it may change its tensors.
+            with self._lock:
+                kept.own()
+            self._break_with(group)
+            group.close()
+            if not isinstance(error, GroupFailed):
+                raise
+            if self.closed:
+                raise LinkClosed("the link was closed while a tensor was on its way") from None
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, int], ...]:
+    return tuple((tensor, tensor._version) for tensor in tensors)

@@ -344,6 +344,21 @@ def test_the_state_is_that_of_one_process_and_moves_both_ways(
     assert_same_state(other_spread, other_local)
 
 
+def test_a_state_that_was_loaded_is_not_shared_with_who_gave_it() -> None:
+    spread, other = Spread(), Spread()
+    options = {"lr": torch.tensor(0.1), "foreach": False}
+    first = DistributedOptimizer(optim.Adam, spread, **options)
+    second = DistributedOptimizer(optim.Adam, other, **options)
+    train(spread, first, 1)
+    given = first.state_dict()
+    kept = copy.deepcopy(given)
+    second.load_state_dict(given)
+    train(other, second, 1)
+    second.param_groups[0]["lr"].fill_(9.0)
+    torch.testing.assert_close(given["state"], kept["state"], rtol=0, atol=0)
+    assert given["param_groups"][0]["lr"] == kept["param_groups"][0]["lr"]
+
+
 def test_a_state_of_other_groups_is_refused() -> None:
     optimizer = DistributedOptimizer(optim.Adam, Spread(), lr=0.1)
     state = optimizer.state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from telegrad import autograd, rpc
 from telegrad.autograd import UnknownContext
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, OptimizerError, StepFailed
+from telegrad.rpc.node import current_node
 from tests.optim.models import Spread, batches, loss_of
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -155,3 +157,156 @@ def test_a_closure_is_refused() -> None:
     optimizer = DistributedOptimizer(optim.SGD, Spread(), lr=0.1)
     with pytest.raises(TypeError, match="takes a context id, not a closure"):
         optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_when_it_is_made() -> None:
+    with pytest.raises(OptimizerError, match=r"LBFGS .* cannot be distributed"):
+        DistributedOptimizer(optim.LBFGS, Spread())
+
+
+def test_parameters_that_torch_refuses_are_told_with_worker_and_names() -> None:
+    remote = RemoteModule("worker1", nn.Linear, (2, 2))
+    with pytest.raises(OptimizerError, match=r"'worker1'.*'0\.weight', '0\.bias'.* 2D") as info:
+        DistributedOptimizer(optim.Muon, [remote], lr=0.1)
+    assert isinstance(info.value, ValueError)
+
+
+def test_a_group_that_one_owner_refuses_is_added_on_none() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, [spread.first, spread.middle], lr=0.1)
+    no_tensor = rpc.remote("worker2", dict)
+    for odd in ([spread.last.weight, spread.first], [spread.last, no_tensor]):
+        with pytest.raises(OptimizerError):
+            optimizer.add_param_group({"params": odd})
+    optimizer.add_param_group({"params": [spread.last], "lr": 0.2})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [4, 2]
+    assert set(optimizer.parts) == {"main", "worker1", "worker2"}
+    one_step(spread, optimizer)
+
+
+def test_what_is_no_group_is_refused() -> None:
+    optimizer = DistributedOptimizer(optim.SGD, [torch.ones(1, requires_grad=True)], lr=0.1)
+    for odd in ([torch.ones(1)], {"lr": 0.1}):
+        with pytest.raises(TypeError, match="a dict with a key 'params'"):
+            optimizer.add_param_group(odd)  # type: ignore[arg-type]
+
+
+def test_a_context_that_is_gone_cannot_be_clipped() -> None:
+    optimizer = DistributedOptimizer(optim.SGD, Spread(), lr=0.1)
+    with autograd.context() as context_id:
+        pass
+    with pytest.raises(UnknownContext):
+        optimizer.clip_grad_norm_(context_id, 1.0)
+    with pytest.raises(UnknownContext):
+        optimizer.clip_grad_value_(context_id, 1.0)
+
+
+def complex_weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
+def times(weight: rpc.RRef[nn.Parameter]) -> torch.Tensor:
+    return (weight.local_value() * 3).abs().sum()
+
+
+def test_a_gradient_that_cannot_be_clipped_names_worker_and_parameter() -> None:
+    weight = rpc.rpc_sync("worker1", rref_to_complex_weight)
+    optimizer = DistributedOptimizer(optim.SGD, [("phase", weight)], lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", times, (weight,))])
+        optimizer.clip_grad_value_(context_id, 1.0)
+        with pytest.raises(StepFailed, match=r"'worker1'.*complex.*'phase'"):
+            optimizer.step(context_id)
+
+
+def rref_to_complex_weight() -> rpc.RRef[nn.Parameter]:
+    return rpc.RRef(complex_weight())
+
+
+@pytest.mark.usefixtures("worker2_fails")
+def test_an_atomic_step_that_fails_keeps_what_was_accumulated_and_how_to_clip_it() -> None:
+    spread, twin = Spread(), Spread()
+    optimizer = DistributedOptimizer(FailsOnOrder, spread, lr=0.1, atomic=True)
+    expected = DistributedOptimizer(optim.SGD, twin, lr=0.1)
+    for model, each in ((spread, optimizer), (twin, expected)):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [loss_of(model, batches(1)[0])])
+            each.accumulate(context_id)
+        each.clip_grad_norm_(None, 0.01)
+    with pytest.raises(StepFailed, match="No worker kept the step"):
+        optimizer.step()
+    rpc.rpc_sync("worker2", set_failing, (False,))
+    optimizer.step()
+    expected.step()
+    torch.testing.assert_close(dict(spread.state_dict()), dict(twin.state_dict()))
+
+
+pause = 0.0
+
+
+class Slow(optim.SGD):
+    """Takes its time where it was told to."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(pause)
+        return super().step(closure)
+
+
+def set_pause(seconds: float) -> None:
+    global pause
+    pause = seconds
+
+
+def test_an_atomic_step_that_comes_too_late_is_undone_as_well() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(Slow, spread, lr=0.1, momentum=0.9, atomic=True)
+    one_step(spread, optimizer)
+    before = copy.deepcopy(spread.state_dict())
+    rpc.rpc_sync("worker2", set_pause, (1.5,))
+    node = current_node()
+    usual = node.timeout
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
+        node.timeout = 1.0
+        try:
+            with pytest.raises(StepFailed, match="No worker kept the step") as info:
+                optimizer.step(context_id)
+        finally:
+            node.timeout = usual
+    assert isinstance(info.value.failed["worker2"], rpc.CallTimeout)
+    rpc.rpc_sync("worker2", set_pause, (0.0,))
+    torch.testing.assert_close(dict(spread.state_dict()), dict(before), rtol=0, atol=0)
+    one_step(spread, optimizer)
+
+
+def test_an_atomic_step_of_which_nobody_knows_bars_the_next() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(Slow, spread, lr=0.1, atomic=True)
+    rpc.rpc_sync("worker2", set_pause, (1.5,))
+    node = current_node()
+    usual, node.timeout = node.timeout, 0.2
+    try:
+        with pytest.raises(StepFailed, match="load a checkpoint") as info:
+            optimizer.step()
+    finally:
+        node.timeout = usual
+    assert not info.value.undone
+    rpc.rpc_sync("worker2", set_pause, (0.0,))
+    with pytest.raises(OptimizerError, match="load a checkpoint or a state_dict"):
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    one_step(spread, optimizer)
+
+
+def undos_kept(part: rpc.RRef[Any]) -> bool:
+    return part.local_value()._undo is not None
+
+
+def test_an_atomic_step_that_all_have_made_leaves_no_copy_behind() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1, atomic=True)
+    one_step(spread, optimizer)
+    part = optimizer.parts["worker1"]
+    while rpc.rpc_sync("worker1", undos_kept, (part,)):
+        pass
+    assert not undos_kept(optimizer.parts["main"])

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from telegrad import autograd
+from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, GradScaler, OptimizerError
 from tests.optim.models import Local, Spread, batches, loss_of
 
@@ -116,3 +117,25 @@ def test_a_scaler_that_is_not_enabled_changes_nothing() -> None:
         scaler.update()
     torch.testing.assert_close(dict(spread.state_dict()), dict(local.state_dict()))
     assert scaler.get_scale() == 1.0
+
+
+def test_lists_and_lazy_losses_are_scaled() -> None:
+    remote = RemoteModule("worker1", nn.Linear, (2, 1))
+    scaler = GradScaler(init_scale=8.0)
+    losses = scaler.scale([torch.ones(()), (torch.ones(()),)])
+    assert losses == [torch.tensor(8.0), [torch.tensor(8.0)]]
+    with autograd.context() as context_id:
+        scaler.scale(remote.lazy(torch.ones(1, 2)).then(torch.sum)).backward(context_id)
+        assert remote.run(bias_gradient, context_id) == 8.0
+    with pytest.raises(TypeError, match="A loss is a tensor"):
+        scaler.scale(1.0)  # type: ignore[call-overload]
+
+
+def bias_gradient(module: nn.Linear, context_id: int) -> float:
+    return float(autograd.get_gradients(context_id)[module.bias])
+
+
+def test_an_optimizer_of_torch_is_referred_to_the_scaler_of_torch() -> None:
+    plain = optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(TypeError, match=r"for SGD there is torch\.amp\.GradScaler"):
+        GradScaler().step(plain)  # type: ignore[arg-type]

@@ -20,8 +20,10 @@ A step that fails on some worker leaves one of these states, and `StepFailed` sa
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,9 +35,9 @@ from telegrad.optim.errors import OptimizerError, StepFailed
 from telegrad.optim.owned import Founded, Group, Member, Options, OwnedOptimizer, found_part
 from telegrad.optim.parameters import references_of
 from telegrad.optim.treatment import Clamp, Treatment, clipping
-from telegrad.rpc import RRef, get_worker_info, rpc_async
+from telegrad.rpc import RRef, WorkerLost, get_worker_info, rpc_async
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.rref import begin_method, finish_method
+from telegrad.rpc.rref import begin_method, begin_method_async, finish_method
 
 
 def _traced() -> Any:
@@ -78,6 +80,7 @@ class DistributedOptimizer(Optimizer):
         self._treatments: dict[int | None, list[Treatment]] = {}
         self._failure: StepFailed | None = None
         self._atomic = atomic
+        self._numbers = itertools.count()
         self._make = (optimizer_class, args, kwargs)
         super().__init__(_as_groups(params), {})
         self._found_parts()
@@ -86,6 +89,10 @@ class DistributedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters may live on workers that had none before."""
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(
+                f"A parameter group is a dict with a key 'params', not {param_group!r:.100}."
+            )
         options = dict(param_group)
         references = references_of(options.pop("params"))
         if not references:
@@ -95,26 +102,20 @@ class DistributedOptimizer(Optimizer):
             Member(index, name or f"parameter {index}", rref)
             for index, (name, rref) in enumerate(references, first)
         ]
+        made = self._extend(len(self._members), group, options) if self._parts else {}
         self._members.append(group)
         self.changes += [m.rref.local_value() for m in group if m.rref.is_owner()]
         self._named.append(all(name for name, _ in references))
         self.param_groups.append({"params": [member.rref for member in group], **options})
-        if self._parts:
-            self._extend(len(self._members) - 1)
-
-    def _groups_by_owner(self, indices: Iterable[int]) -> dict[str, list[Group]]:
-        groups: dict[str, list[Group]] = {}
-        for index in indices:
-            owned: dict[str, list[Member]] = {}
-            for member in self._members[index]:
-                owned.setdefault(member.rref.owner_name(), []).append(member)
-            options = _without_params(self.param_groups[index])
-            for owner, members in owned.items():
-                groups.setdefault(owner, []).append(Group(index, tuple(members), options))
-        return groups
+        self._adopt(made)
 
     def _found_parts(self) -> None:
-        made = self._found(self._groups_by_owner(range(len(self._members))))
+        groups: dict[str, list[Group]] = {}
+        for index, members in enumerate(self._members):
+            options = _without_params(self.param_groups[index])
+            for owner, group in _by_owner(index, members, options).items():
+                groups.setdefault(owner, []).append(group)
+        made = self._found(groups)
         self.defaults = next(iter(made.values())).defaults
         for founded in made.values():
             self._adopt(founded.options)
@@ -132,14 +133,25 @@ class DistributedOptimizer(Optimizer):
         self._parts.update({owner: founded.part for owner, founded in made.items()})
         return made
 
-    def _extend(self, index: int) -> None:
-        groups = self._groups_by_owner([index])
-        known = {owner: (part[0],) for owner, part in groups.items() if owner in self._parts}
-        made = self._found({o: g for o, g in groups.items() if o not in known})
-        for founded in made.values():
-            self._adopt(founded.options)
-        for options in self._on_owners("add_group", known).values():
-            self._adopt({index: options[index]})
+    def _extend(self, index: int, members: list[Member], options: Options) -> dict[int, Options]:
+        """Have every owner of its parameters add a group, or none; what torch made of its options.
+
+        An owner that could not leaves the optimizer as it was.
+        """
+        groups = _by_owner(index, members, options)
+        added, failed = self._attempt(
+            "add_group",
+            {owner: (group,) for owner, group in groups.items() if owner in self._parts},
+        )
+        try:
+            for error in failed.values():
+                raise error
+            new = {owner: [group] for owner, group in groups.items() if owner not in added}
+            made = [*added.values(), *(founded.options for founded in self._found(new).values())]
+        except BaseException:
+            self._attempt("drop_group", dict.fromkeys(added, (index,)))
+            raise
+        return {index: made[0][index]}
 
     def _adopt(self, options: Mapping[int, Options]) -> None:
         """Take over what torch made of the options on an owner."""
@@ -183,6 +195,7 @@ class DistributedOptimizer(Optimizer):
         as they are: clipping takes place in `step(context_id)`.
         """
         _refuse_in_graph("clip_grad_norm_")
+        _check_context(context_id)
         asked = (context_id, tuple(self._treatments.get(context_id, ())), norm_type)
         answers = self._on_all("norms", *asked)
         by_index = {i: norm for answer in answers.values() for i, norm in answer.items()}
@@ -206,11 +219,13 @@ class DistributedOptimizer(Optimizer):
     def all_finite(self, context_id: int | None) -> bool:
         """Whether no gradient on any worker has an infinity or a NaN."""
         _refuse_in_graph("all_finite")
+        _check_context(context_id)
         asked = (context_id, tuple(self._treatments.get(context_id, ())))
         return all(self._on_all("all_finite", *asked).values())
 
     def treat(self, context_id: int | None, treatment: Treatment) -> None:
         """Have something done to the gradients of the next step."""
+        _check_context(context_id)
         if context_id not in self._treatments:
             self._forget_ended_contexts()
         self._treatments.setdefault(context_id, []).append(treatment)
@@ -242,18 +257,24 @@ class DistributedOptimizer(Optimizer):
                 "several times per step cannot be distributed."
             )
         self._opt_called = True  # Schedulers of torch ask for it.
-        if context_id is not None:
-            retrieve_context(context_id)
+        _check_context(context_id)
         self._refuse_after_failure()
         treatments = tuple(self._treatments.pop(context_id, ()))
         changed = self._changed_options()
+        number = next(self._numbers) if self._atomic else None
         calls = {
-            owner: (context_id, treatments, self._of_owner(changed, owner), self._atomic)
+            owner: (context_id, treatments, self._of_owner(changed, owner), number)
             for owner in self._parts
         }
         stepped, failed = self._attempt("step", calls)
-        if failed:
-            self._fail(stepped, failed)
+        if number is None:
+            if failed:
+                self._fail(failed, tuple(stepped))
+        elif failed:
+            self._treatments.setdefault(context_id, []).extend(treatments)
+            self._undo(number, failed)
+        else:
+            self._keep(number)
         for index, options in changed.items():
             self._sent[index].update(_snapshot(options))
 
@@ -279,13 +300,29 @@ class DistributedOptimizer(Optimizer):
             if any(member.rref.owner_name() == owner for member in self._members[index])
         }
 
-    def _fail(self, stepped: Mapping[str, Any], failed: Mapping[str, BaseException]) -> None:
-        if self._atomic:
-            _, lost = self._attempt("undo", dict.fromkeys(stepped, ()))
-            failure = StepFailed({**failed, **lost}, (), undone=True)
-        else:
-            failure = self._failure = StepFailed(failed, tuple(stepped), undone=False)
-        raise failure from next(iter(failed.values()))
+    def _keep(self, number: int) -> None:
+        """All have made the step: let them forget how to undo it. Nobody waits for that."""
+        for part in self._parts.values():
+            if part.is_owner():
+                part.local_value().forget_undo(number)
+            else:
+                begin_method_async(part, None, "forget_undo", (number,), {})
+
+    def _undo(self, number: int, failed: dict[str, BaseException]) -> NoReturn:
+        """Have all live owners take a step back.
+
+        Also those that failed: who did not answer in time may have made it, or may yet be about to.
+        """
+        live = [owner for owner in self._parts if not isinstance(failed.get(owner), WorkerLost)]
+        _, unanswered = self._attempt("undo", dict.fromkeys(live, (number,)))
+        failed = {**unanswered, **failed}
+        if not all(isinstance(error, WorkerLost) for error in unanswered.values()):
+            self._fail(failed, ())
+        raise StepFailed(failed, (), undone=True) from next(iter(failed.values()))
+
+    def _fail(self, failed: Mapping[str, BaseException], stepped: tuple[str, ...]) -> NoReturn:
+        self._failure = StepFailed(failed, stepped, undone=False)
+        raise self._failure from next(iter(failed.values()))
 
     def _refuse_after_failure(self) -> None:
         if self._failure is not None:
@@ -311,7 +348,7 @@ class DistributedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that this optimizer, or one in a single process, has given."""
-        groups = state_dict["param_groups"]
+        groups = copy.deepcopy(state_dict["param_groups"])
         sizes, own_sizes = [len(g["params"]) for g in groups], [len(m) for m in self._members]
         if sizes != own_sizes:
             raise ValueError(
@@ -328,6 +365,9 @@ class DistributedOptimizer(Optimizer):
             owner: (self._state_of(state, owner), self._of_owner(options, owner))
             for owner in self._parts
         }
+        here = get_worker_info().name
+        if here in calls:  # What travels is a copy; what stays would be shared with the given one.
+            calls[here] = copy.deepcopy(calls[here])
         self._on_owners("load_state", calls)
         self._adopt(options)
         self._treatments.clear()
@@ -409,6 +449,19 @@ def _refuse_in_graph(what: str) -> None:
 
 
 _ABSENT = object()
+
+
+def _check_context(context_id: int | None) -> None:
+    if context_id is not None:
+        retrieve_context(context_id)
+
+
+def _by_owner(index: int, members: Iterable[Member], options: Options) -> dict[str, Group]:
+    """The part of a parameter group that each owner has."""
+    owned: dict[str, list[Member]] = {}
+    for member in members:
+        owned.setdefault(member.rref.owner_name(), []).append(member)
+    return {owner: Group(index, tuple(part), options) for owner, part in owned.items()}
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:

@@ -11,6 +11,10 @@ class OptimizerError(TelegradError):
     """Something that the distributed optimizer itself has to report."""
 
 
+class GroupRefused(OptimizerError, ValueError):
+    """torch makes no optimizer of such parameters and options on some worker."""
+
+
 class StepFailed(OptimizerError):
     """A step could not be made on every worker.
 
@@ -38,8 +42,8 @@ class StepFailed(OptimizerError):
             return "No worker kept the step."
         return (
             f"Stepped: {', '.join(self.stepped) or 'no other'}. Parameters may be from different "
-            "steps now: load a checkpoint, or make the optimizer with atomic=True so that this "
-            "cannot be."
+            "steps now: load a checkpoint. With atomic=True all workers take back a step that one "
+            "of them cannot make."
         )
 
     def __reduce__(self) -> tuple[object, ...]:

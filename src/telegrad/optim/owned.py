@@ -12,7 +12,9 @@ sees half of two updates, and `.grad` never the gradient of another.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.optim import Optimizer
 
 from telegrad.autograd.api import autograd_of
 from telegrad.autograd.leaves import add, grad_slots
-from telegrad.optim.errors import OptimizerError
+from telegrad.optim.errors import GroupRefused, OptimizerError
 from telegrad.optim.treatment import Treatment, all_finite, norms, treat
 from telegrad.rpc import RRef, get_worker_info
 
@@ -52,8 +54,10 @@ class Group:
 class Undo:
     """All that a step may change, as it was."""
 
+    number: int
     parameters: list[Tensor]
     state: dict[str, Any]
+    accumulated: dict[int, Tensor]
 
 
 class OwnedOptimizer:
@@ -72,15 +76,38 @@ class OwnedOptimizer:
         self._groups: list[int] = []
         self._accumulated: dict[int, Tensor] = {}  # by place in _parameters
         self._undo: Undo | None = None
-        local = [self._join(group) for group in groups]
-        self._optimizer = make_optimizer(local, *args, **kwargs)
+        self._undone = -1  # Steps up to this number are not to be made any more.
+        local = [self._local(group) for group in groups]
+        with self._refusals(groups):
+            self._optimizer = make_optimizer(local, *args, **kwargs)
+        if _needs_closure(self._optimizer):
+            raise OptimizerError(
+                f"{type(self._optimizer).__name__} evaluates the model several times per step, in "
+                "a closure that sees all parameters: it cannot be distributed."
+            )
+        for group, options in zip(groups, local, strict=True):
+            self._join(group, options["params"])
 
-    def _join(self, group: Group) -> Options:
-        parameters = [self._parameter_of(member) for member in group.members]
+    def _local(self, group: Group) -> Options:
+        """The group as torch takes it."""
+        return {**group.options, "params": [self._parameter_of(m) for m in group.members]}
+
+    def _join(self, group: Group, parameters: list[Tensor]) -> None:
         self._members.extend(group.members)
         self._parameters.extend(parameters)
         self._groups.append(group.index)
-        return {**group.options, "params": parameters}
+
+    @contextmanager
+    def _refusals(self, groups: Sequence[Group]) -> Iterator[None]:
+        """What torch refuses is told with the worker and the parameters that it is about."""
+        try:
+            yield
+        except Exception as error:
+            names = [member.name for group in groups for member in group.members]
+            raise GroupRefused(
+                f"The optimizer of worker {self._worker!r} cannot be made for the parameters "
+                f"{_listed(names)}: {type(error).__name__}: {error}"
+            ) from error
 
     def _parameter_of(self, member: Member) -> Tensor:
         value = member.rref.local_value()
@@ -97,8 +124,18 @@ class OwnedOptimizer:
         return value
 
     def add_group(self, group: Group) -> dict[int, Options]:
-        self._optimizer.add_param_group(self._join(group))
+        local = self._local(group)
+        with grad_slots, self._refusals([group]):
+            self._optimizer.add_param_group(dict(local))
+        self._join(group, local["params"])
         return self.options()
+
+    def drop_group(self, index: int) -> None:
+        """Take the last group back: another worker could not add its part of it."""
+        with grad_slots:
+            place = self._groups.index(index)
+            count = len(self._optimizer.param_groups.pop(place)["params"])
+            del self._groups[place], self._members[-count:], self._parameters[-count:]
 
     def options(self) -> dict[int, Options]:
         """What the optimizer made of the options of each group."""
@@ -138,7 +175,10 @@ class OwnedOptimizer:
         total = {} if context_id is None else self._of_context(context_id)
         for place, gradient in self._accumulated.items():
             total[place] = add(gradient, total[place]) if place in total else gradient
-        return dict(zip(total, treat(total.values(), treatments), strict=True))
+        try:
+            return dict(zip(total, treat(total.values(), treatments), strict=True))
+        except RuntimeError as error:
+            raise self._explained(error, total) from error
 
     def _of_context(self, context_id: int) -> dict[int, Tensor]:
         context = autograd_of().container.find(context_id)
@@ -156,13 +196,18 @@ class OwnedOptimizer:
         context_id: int | None,
         treatments: Sequence[Treatment],
         options: Mapping[int, Options],
-        keep_undo: bool,
+        number: int | None,
     ) -> None:
-        """Apply the gradients; those that were accumulated are used up."""
+        """Apply the gradients; those that were accumulated are used up.
+
+        A step that has a number can be undone by it.
+        """
         with grad_slots:
+            if number is not None and number <= self._undone:
+                raise OptimizerError("this step was given up before it began")
             self.set_options(options)
             gradients = self._gradients(context_id, treatments)
-            undo = self._snapshot() if keep_undo else None
+            undo = None if number is None else self._snapshot(number)
             aside = [parameter.grad for parameter in self._parameters]
             try:
                 self._put(gradients)
@@ -189,11 +234,11 @@ class OwnedOptimizer:
     def _explained(self, error: Exception, gradients: Mapping[int, Tensor]) -> OptimizerError:
         sparse = [place for place, gradient in gradients.items() if gradient.is_sparse]
         suspects = sparse if sparse and "sparse" in str(error) else list(gradients)
-        names = ", ".join(repr(self._members[place].name) for place in suspects[:5])
-        more = f" and {len(suspects) - 5} more" if len(suspects) > 5 else ""
+        names = [self._members[place].name for place in suspects]
+        about = f" (parameter {_listed(names)})" if names else ""
         return OptimizerError(
             f"{type(self._optimizer).__name__} on worker {self._worker!r} failed with "
-            f"{type(error).__name__}: {error} (parameter {names}{more})"
+            f"{type(error).__name__}: {error}{about}"
         )
 
     def set_options(self, options: Mapping[int, Options]) -> None:
@@ -202,25 +247,31 @@ class OwnedOptimizer:
 
     # Undoing.
 
-    def _snapshot(self) -> Undo:
+    def _snapshot(self, number: int) -> Undo:
         parameters = [parameter.detach().clone() for parameter in self._parameters]
-        return Undo(parameters, copy.deepcopy(self._optimizer.state_dict()))
+        state = copy.deepcopy(self._optimizer.state_dict())
+        return Undo(number, parameters, state, dict(self._accumulated))
 
     def _restore(self, undo: Undo) -> None:
         with torch.no_grad():
             for parameter, before in zip(self._parameters, undo.parameters, strict=True):
                 parameter.copy_(before)
         self._optimizer.load_state_dict(undo.state)
+        self._accumulated = dict(undo.accumulated)
 
-    def undo(self) -> None:
-        """Take the last step back: another worker could not make it."""
+    def undo(self, number: int) -> None:
+        """Take a step back that another worker could not make; refuse it if it has yet to come."""
         with grad_slots:
-            if self._undo is not None:
+            if self._undo is not None and self._undo.number == number:
                 self._restore(self._undo)
                 self._undo = None
+            self._undone = number
 
-    def forget_undo(self) -> None:
-        self._undo = None
+    def forget_undo(self, number: int) -> None:
+        """All have made the step. The next one may be under way already."""
+        with grad_slots:
+            if self._undo is not None and self._undo.number == number:
+                self._undo = None
 
     # State.
 
@@ -249,6 +300,16 @@ class OwnedOptimizer:
 
     def named_parameters(self) -> list[tuple[Member, Tensor]]:
         return list(zip(self._members, self._parameters, strict=True))
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more
 
 
 @dataclass(frozen=True, slots=True)

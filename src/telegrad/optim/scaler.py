@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, overload
 
+import torch
 from torch import Tensor
 
+from telegrad.nn.lazy import Lazy
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.errors import OptimizerError
 from telegrad.optim.treatment import Scale
@@ -47,12 +50,29 @@ class GradScaler:
     def get_scale(self) -> float:
         return self._scale if self._enabled else 1.0
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss from which to run backward."""
-        return loss * self._scale if self._enabled else loss
+    @overload
+    def scale(self, loss: Tensor) -> Tensor: ...
+    @overload
+    def scale(self, loss: Lazy[Any]) -> Lazy[Any]: ...
+    @overload
+    def scale(self, loss: Iterable[Any]) -> list[Any]: ...
+    def scale(self, loss: Any) -> Any:
+        """The loss, or each of several, from which to run backward. A lazy one stays lazy."""
+        if isinstance(loss, Tensor):
+            return loss * self._scale if self._enabled else loss
+        if isinstance(loss, Lazy):
+            return loss.then(torch.mul, self._scale) if self._enabled else loss
+        if isinstance(loss, Iterable):
+            return [self.scale(each) for each in loss]
+        raise TypeError(f"A loss is a tensor or a Lazy, or a list of them, not {loss!r:.100}.")
 
     def unscale_(self, optimizer: DistributedOptimizer, context_id: int | None) -> None:
         """Divide the gradients of the next step by the scale, so that they can be clipped."""
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(
+                f"This scaler is for a DistributedOptimizer; for {type(optimizer).__name__} there "
+                "is torch.amp.GradScaler."
+            )
         if not self._enabled:
             return
         key = (id(optimizer), context_id)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -94,23 +95,30 @@ def test_a_future_that_nobody_waits_for_still_completes() -> None:
     assert done.wait(10)
 
 
-def test_an_error_keeps_neither_its_future_nor_the_frames_that_it_passed() -> None:
+@pytest.mark.parametrize(
+    ("function", "args", "words"),
+    [(functions.raise_value_error, ("x",), "x"), (functions.give_unreadable, (), "cannot be read")],
+    ids=["raised there", "raised here"],
+)
+def test_an_error_keeps_neither_its_future_nor_the_frames_that_it_passed(
+    function: Callable[..., None], args: tuple[str, ...], words: str
+) -> None:
     """A future lives outside of Python: no collector finds a ring that goes through it."""
 
     class Marker:
         """Lives as long as the frame that has it."""
 
-    def ask_and_fail() -> weakref.ref[Marker]:
+    def ask_and_fail() -> list[weakref.ref[object]]:
         marker = Marker()
-        future = rpc.rpc_async("worker1", functions.raise_value_error, args=("x",))
+        future = rpc.rpc_async("worker1", function, args=args)
         for wait in (future.wait, future.value, future.then(lambda f: f.wait()).wait):
-            with pytest.raises(Exception, match="x"):
+            with pytest.raises(Exception, match=words):
                 wait()
-        return weakref.ref(marker)
+        return [weakref.ref(marker), weakref.ref(future)]
 
     gone = ask_and_fail()
     gc.collect()
-    assert gone() is None
+    assert [each() for each in gone] == [None, None]
 
 
 def test_an_error_is_the_same_at_every_wait() -> None:

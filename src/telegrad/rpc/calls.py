@@ -108,6 +108,25 @@ def afresh(error: BaseException) -> BaseException:
     return again
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """The same error, to be kept: neither it nor what led to it holds on to a frame any more.
+
+    What an error was raised in place of is found by the same thread, in the same frames.
+    """
+    chain: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while chain:
+        link = chain.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        link.__traceback__ = None
+        if link.__suppress_context__:
+            link.__context__ = None
+        chain += (link.__cause__, link.__context__)
+    return error
+
+
 def latched() -> Lock:
     """A lock that is held: who acquires it waits until it is released."""
     latch = Lock()

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from telegrad.rpc.calls import afresh
+from telegrad.rpc.calls import afresh, without_frames
 
 
 def fail_future(future: torch.futures.Future[Any], error: BaseException) -> None:
@@ -17,7 +17,7 @@ def fail_future(future: torch.futures.Future[Any], error: BaseException) -> None
     Relies on `torch._C.Future._set_unwrap_func`, which `set_exception` itself is made of.
     """
     future._set_unwrap_func(_raise_copy)
-    future.set_result(error.with_traceback(None))
+    future.set_result(without_frames(error))
 
 
 def _raise_copy(error: BaseException) -> NoReturn:

@@ -145,6 +145,13 @@ def test_buffers_and_extra_state_are_part_of_it(tmp_path: Path) -> None:
     assert other_scaler.get_scale() == 2.0
 
 
+def test_what_was_saved_by_the_same_version_is_not_taken_for_old(tmp_path: Path) -> None:
+    module = RemoteModule("worker1", modules.versioned)
+    checkpoint.save(tmp_path, {"module": module})
+    checkpoint.load(tmp_path, {"module": module})
+    assert float(module.state_dict()["0.weight"].sum()) == 2.0
+
+
 def test_what_is_missing_is_named_and_nothing_changes(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"model": nn.ModuleDict({"first": Layer(*SIZES[0])})})
     model = Spread()

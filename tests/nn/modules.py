@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -254,3 +254,49 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class Versioned(nn.Module):
+    """Doubles weights that were saved by an older version of itself, or by who knows whom."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = 2 * state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def versioned() -> nn.Module:
+    return nn.Sequential(Versioned())
+
+
+class Couple(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Couples(nn.Module):
+    def forward(self, couple: Couple, named: dict[str, Tensor]) -> Couple:
+        return Couple(couple.a + couple.b, named["x"])
+
+
+class Tagged(RemoteModule):
+    """A subclass with an attribute of its own."""
+
+    tag = "none"
+
+
+def tag_and_call(module: Tagged, x: Tensor) -> tuple[str, Tensor]:
+    return module.tag, module(x)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, *, factor: Tensor | float = 1.0) -> Tensor:
+        return x * factor

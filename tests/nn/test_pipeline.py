@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from telegrad import autograd
+from telegrad import autograd, rpc
 from telegrad.nn import Pipeline, RemoteModule
 from telegrad.optim import DistributedOptimizer
 from tests.nn import modules
@@ -218,3 +219,39 @@ def test_bytes_at_the_caller_are_those_of_inputs_and_targets() -> None:
     moved: Any = modules.bytes_moved() - before
     print(f"bytes at the caller: {moved}; one activation has {8 * wide * 4}")
     assert moved < 30_000
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_mean_over_no_rows_is_nan(schedule: str) -> None:
+    pipeline = Pipeline(make_stages(), 3, schedule)
+    x, y = batch(0)
+    with autograd.context() as context_id:
+        loss = pipeline.forward_backward(context_id, x, y, nn.functional.mse_loss)
+    assert torch.isnan(loss)
+
+
+def test_a_keyword_without_a_dimension_goes_to_all_and_one_of_other_length_is_refused() -> None:
+    pipeline = Pipeline([RemoteModule("worker1", modules.Scaled)], 3)
+    x, _ = batch(6)
+    torch.testing.assert_close(pipeline(x, factor=torch.tensor(2.0)), 2 * x)
+    for odd in (torch.ones(1, 6), torch.ones(7)):
+        with pytest.raises(ValueError, match=r"The keyword factor has a tensor of the shape"):
+            pipeline(x, factor=odd)
+    with pytest.raises(ValueError, match="The batch has a tensor"):
+        pipeline((x, x[:2]))
+
+
+def run_pipeline(pipeline: Pipeline, x: Tensor) -> Tensor:
+    output: Tensor = pipeline(x)
+    return output
+
+
+def test_a_copy_has_stages_of_its_own_and_one_that_was_sent_shares_them() -> None:
+    stages = [RemoteModule(place, modules.linear, (6, 6, 0)) for place in ("worker1", "worker2")]
+    pipeline = Pipeline(stages, 3, "gpipe")
+    x, _ = batch()
+    copied = copy.deepcopy(pipeline)
+    copied.load_state_dict({k: torch.zeros_like(v) for k, v in copied.state_dict().items()})
+    assert not copied(x).any()
+    assert pipeline(x).any()
+    torch.testing.assert_close(rpc.rpc_sync("worker1", run_pipeline, (pipeline, x)), pipeline(x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -312,3 +313,59 @@ def test_the_module_goes_when_the_last_face_of_it_goes() -> None:
     remote = RemoteModule("worker1", modules.Mortal)
     del remote
     assert rpc.rpc_sync("worker1", modules.await_death)
+
+
+def test_named_tuples_and_dicts_of_any_class_may_hold_lazy_values() -> None:
+    double, couples = (
+        RemoteModule("worker1", modules.Doubles),
+        RemoteModule("worker2", modules.Couples),
+    )
+    x = torch.ones(2)
+    named = OrderedDict(x=double.lazy(x))
+    found = couples(modules.Couple(double.lazy(x), x), named)
+    assert type(found) is modules.Couple
+    torch.testing.assert_close(tuple(found), (3 * x, 2 * x))
+    assert isinstance(named["x"], Lazy), "the caller's container is left alone"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_versions_of_modules_travel_with_their_state(nested: bool) -> None:
+    remote: nn.Module = RemoteModule("worker1", modules.versioned)
+    local = modules.versioned()
+    if nested:
+        remote, local = nn.Sequential(remote), nn.Sequential(local)
+    remote.load_state_dict(remote.state_dict())
+    local.load_state_dict(remote.state_dict())
+    for state in (remote.state_dict(), local.state_dict()):
+        assert [float(v.sum()) for v in state.values()] == [2.0]
+    remote.load_state_dict(dict(remote.state_dict()))
+    assert [float(v.sum()) for v in remote.state_dict().values()] == [4.0], "as torch would"
+
+
+def test_a_subclass_keeps_its_class_and_attributes_when_copied_or_sent() -> None:
+    module = modules.Tagged("worker1", modules.linear, (2, 2, 0))
+    module.tag = "mine"
+    copied = copy.deepcopy(nn.Sequential(module))[0]
+    assert type(copied) is modules.Tagged
+    assert copied.tag == "mine"
+    assert copied != module
+    tag, found = rpc.rpc_sync("worker2", modules.tag_and_call, (module, torch.ones(1, 2)))
+    assert tag == "mine"
+    torch.testing.assert_close(found, module(torch.ones(1, 2)))
+    with pytest.raises(RuntimeError, match="only be pickled when using RPC"):
+        pickle.dumps(module)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "told"),
+    [
+        ((3, nn.Linear, (2, 2)), {}, "3 names no worker"),
+        (("worker1", nn.ReLU()), {}, "needs the class ReLU"),
+        (("worker1", nn.Linear, 2), {}, "The arguments of Linear are a tuple and a dict"),
+        (("worker1", nn.Linear, (2, 2)), {"kwargs": 3}, "are a tuple and a dict"),
+        (("worker1", nn.Linear, (2, 2)), {"compile": "yes"}, "compile='yes'"),
+    ],
+)
+def test_arguments_that_make_no_module_are_told(args: Any, options: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        RemoteModule(*args, **options)

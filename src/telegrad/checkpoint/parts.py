@@ -116,18 +116,18 @@ def optimizer_names(name: str, part: Part) -> dict[int, str]:
 def apply(part: Part, table: Mapping[str, Any]) -> None:
     """On the worker: take over what was loaded for its part."""
     for name, module in _modules(part).items():
-        state = {key: table[f"{name}.{key}"] for key in _own_keys(name, module, table)}
         with leaving_out_remote_modules():
+            state = module.state_dict()  # Says in which version it is, which a plain dict does not.
+            for key in list(state):
+                if f"{name}.{key}" in table:
+                    state[key] = table[f"{name}.{key}"]
+                else:
+                    del state[key]
             module.load_state_dict(state, strict=False)
     for name, rref in part.optimizers.items():
         names = optimizer_names(name, part)
         kept = {index: dict(_state_below(prefix, table)) for index, prefix in names.items()}
         rref.local_value().load_state({index: one for index, one in kept.items() if one}, {})
-
-
-def _own_keys(name: str, module: nn.Module, table: Mapping[str, Any]) -> list[str]:
-    with leaving_out_remote_modules():
-        return [key for key in module.state_dict() if f"{name}.{key}" in table]
 
 
 def _state_below(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ Nothing here adds a lock to what torch does, but for the first calls of a compil
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -88,11 +89,18 @@ class HostedModule:
         """A reference to a copy that shares nothing with this module."""
         return RRef(copy.deepcopy(self))
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.module.state_dict())
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state, and the versions of the modules in it, by which old states are recognized."""
+        state = self.module.state_dict()
+        return dict(state), dict(getattr(state, "_metadata", {}))
 
-    def load_state_dict(self, state: dict[str, Any], assign: bool) -> tuple[list[str], list[str]]:
+    def load_state_dict(
+        self, given: dict[str, Any], versions: dict[str, Any] | None, assign: bool
+    ) -> tuple[list[str], list[str]]:
         self._changed()
+        state: Any = OrderedDict(given)
+        if versions is not None:
+            state._metadata = versions
         found = self.module.load_state_dict(state, strict=False, assign=assign)
         return list(found.missing_keys), list(found.unexpected_keys)
 

@@ -11,6 +11,7 @@ told nothing. A `Lazy` that is sent in any other way is a reference of its own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -86,6 +87,8 @@ def lent(value: Any, lenders: list[RRef[Any]]) -> Any:
         return [lent(item, lenders) for item in value]
     if kind is dict:
         return {key: lent(item, lenders) for key, item in value.items()}
+    if isinstance(value, tuple | dict):
+        return rebuilt(value, lambda item: lent(item, lenders))
     return value
 
 
@@ -102,4 +105,17 @@ def resolve(value: Any) -> Any:
         return [resolve(item) for item in value]
     if kind is dict:
         return {key: resolve(item) for key, item in value.items()}
+    if isinstance(value, tuple | dict):
+        return rebuilt(value, resolve)
     return value
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A named tuple, or a dict of a class of its own, with each item changed."""
+    if isinstance(value, tuple):
+        items = [change(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else value
+    made = copy.copy(value)
+    for key, item in value.items():
+        made[key] = change(item)
+    return made

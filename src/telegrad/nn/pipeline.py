@@ -20,10 +20,10 @@ What a module computes over its batch (batch normalization) it computes over the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,21 +82,37 @@ class Pipeline(nn.Module):
         super().__init__()
         if not stages or not all(isinstance(stage, RemoteModule) for stage in stages):
             raise TypeError("A pipeline needs one or more stages, each of them a RemoteModule.")
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches={micro_batches}: a batch is at least one micro-batch.")
+        if not isinstance(micro_batches, int) or micro_batches < 1:
+            raise ValueError(
+                f"micro_batches={micro_batches!r}: a batch is cut into a number of micro-batches, "
+                "at least one."
+            )
         self.stages = nn.ModuleList(stages)
         self.micro_batches = micro_batches
-        self.schedule = Schedule(schedule)
+        self.schedule = _one_of(Schedule, schedule)
         self.timeout = timeout
-        self._hosted: list[RRef[HostedStage]] = [
-            rpc_sync(stage.owner, make_stage, (stage.rref,)) for stage in stages
-        ]
+        self._made: list[RRef[HostedStage]] | None = None
         self._runs = itertools.count()
+        assert len(self._hosted) == len(stages)  # A worker that is gone is told here.
 
     @property
     def owners(self) -> list[str]:
         """The worker of each stage."""
         return [hosted.owner_name() for hosted in self._hosted]
+
+    @property
+    def _hosted(self) -> list[RRef[HostedStage]]:
+        if self._made is None:
+            stages = [cast(RemoteModule, stage) for stage in self.stages]
+            self._made = [rpc_sync(stage.owner, make_stage, (stage.rref,)) for stage in stages]
+        return self._made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, here or on another worker, lets its own micro-batches take turns."""
+        return {k: v for k, v in vars(self).items() if k not in ("_made", "_runs")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_made": None, "_runs": itertools.count()})  # type: ignore[no-untyped-call]
 
     def forward(self, x: Any, **kwargs: Any) -> Any:
         """The output of the last stage for the whole batch, here. Keywords go to the first stage.
@@ -130,9 +146,11 @@ class Pipeline(nn.Module):
                 f"A batch of {batch_size(x)} has targets for {batch_size(target)}: both are cut "
                 "into micro-batches along their first dimension."
             )
+        how = _one_of(Reduction, reduction)
         inputs = self._inputs(x, kwargs)
+        _check_rows(target, batch_size(x), "The target")
         targets = split(target, len(inputs))
-        weights = _weights([batch_size(part.x) for part in inputs], Reduction(reduction))
+        weights = _weights([batch_size(part.x) for part in inputs], how)
         if self.schedule is Schedule.GPIPE:
             losses = self._all_then_back(context_id, inputs, targets, loss, weights)
         else:
@@ -184,7 +202,11 @@ class Pipeline(nn.Module):
         return rpc_async(worker, turn_around, (*call, ambient()), timeout=self.timeout)
 
     def _inputs(self, x: Any, kwargs: dict[str, Any]) -> list[MicroBatch]:
-        parts = min(self.micro_batches, batch_size(x) or 1)
+        rows = batch_size(x)
+        _check_rows(x, rows, "The batch")
+        for key, value in kwargs.items():
+            _check_rows(value, rows, f"The keyword {key}")
+        parts = min(self.micro_batches, rows or 1)
         return list(map(MicroBatch, split(x, parts), split(kwargs, parts)))
 
 
@@ -207,27 +229,53 @@ def turn_around(
 
 
 def batch_size(value: Any) -> int:
-    """The length of the first dimension of the first tensor in a value."""
+    """The length of the first dimension of the tensors in a value."""
+    for tensor in tensors_in(value):
+        return len(tensor)
+    raise TypeError(
+        f"There is no tensor in a {type(value).__name__} that could be cut into micro-batches "
+        "along its first dimension."
+    )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors that are cut: all but those without a dimension."""
     if isinstance(value, Tensor):
-        return len(value)
-    items = value.values() if isinstance(value, dict) else value
-    for item in items if isinstance(items, list | tuple) else list(items):
-        if isinstance(item, Tensor | list | tuple | dict):
-            return batch_size(item)
-    raise TypeError("The batch holds no tensor that could be cut into micro-batches.")
+        if value.dim():
+            yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def _check_rows(value: Any, rows: int, what: str) -> None:
+    """A tensor of another length would be cut at other places than the batch."""
+    for tensor in tensors_in(value):
+        if len(tensor) != rows:
+            raise ValueError(
+                f"{what} has a tensor of the shape {tuple(tensor.shape)}, but there are {rows} "
+                "rows to be cut into micro-batches along the first dimension. What all "
+                "micro-batches share can be a buffer of the stage, or be expanded to all rows."
+            )
 
 
 def split(value: Any, parts: int) -> list[Any]:
-    """The micro-batches of a batch: each tensor cut along its first dimension."""
-    if isinstance(value, Tensor):
+    """The micro-batches of a batch: each tensor cut along its first dimension, if it has one."""
+    if isinstance(value, Tensor) and value.dim():
         return list(torch.tensor_split(value, parts))
     if isinstance(value, list | tuple):
         columns = [split(item, parts) for item in value]
-        return [type(value)(row) for row in zip(*columns, strict=True)]
+        rows = zip(*columns, strict=True) if columns else [()] * parts
+        return [_like(value, row) for row in rows]
     if isinstance(value, dict):
         cut = {key: split(item, parts) for key, item in value.items()}
         return [{key: rows[part] for key, rows in cut.items()} for part in range(parts)]
     return [value] * parts
+
+
+def _like(value: Any, items: Iterable[Any]) -> Any:
+    """A list, a tuple or a named tuple of the same type."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def join(parts: list[Any]) -> Any:
@@ -236,7 +284,7 @@ def join(parts: list[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.cat(parts)
     if isinstance(first, list | tuple):
-        return type(first)(join(list(column)) for column in zip(*parts, strict=True))
+        return _like(first, [join(list(column)) for column in zip(*parts, strict=True)])
     if isinstance(first, dict):
         return {key: join([part[key] for part in parts]) for key in first}
     raise TypeError(f"The last stage gave a {type(first).__name__}, which cannot be put together.")
@@ -245,7 +293,19 @@ def join(parts: list[Any]) -> Any:
 def _weights(sizes: list[int], reduction: Reduction) -> list[float]:
     if reduction is Reduction.SUM:
         return [1.0] * len(sizes)
-    return [size / sum(sizes) for size in sizes]
+    total = sum(sizes)
+    return [size / total if total else 1.0 for size in sizes]  # The mean over nothing is NaN.
+
+
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+def _one_of(kind: type[_Choice], value: object) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        choices = " or ".join(repr(each.value) for each in kind)
+        raise ValueError(f"{value!r} is no {kind.__name__.lower()}: give {choices}.") from None
 
 
 def _check_context(context_id: int) -> None:

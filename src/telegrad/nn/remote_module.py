@@ -16,7 +16,9 @@ arrived. `remote.run(register, ...)` registers hooks where the module lives.
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +36,9 @@ from telegrad.rpc.rref import begin_method, finish_method
 from telegrad.wire.codec import extend
 
 _numbers = itertools.count()
+_VERSIONS = "versions on the worker"
+_SHARED = {*vars(nn.Module()), "rref", "remote_device", "timeout", "_number"}
+"""What each face of a module has by itself; the rest of its attributes are those of a subclass."""
 _left_out: ContextVar[bool] = ContextVar("remote modules are left out", default=False)
 
 
@@ -77,6 +82,7 @@ class RemoteModule(nn.Module):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
+        _check_arguments(remote_device, module_class, args, kwargs, compile)
         worker, _, device = remote_device.partition("/")
         making = (module_class, tuple(args), dict(kwargs or {}), device or None, compile)
         self._take(rpc_sync(worker, host, making, timeout=timeout), remote_device, timeout)
@@ -166,11 +172,16 @@ class RemoteModule(nn.Module):
     ) -> dict[str, Any]:
         """Copies of the module's state, under the names that it would have here."""
         _refuse_in_graph("State and parameters of a RemoteModule")
-        found = {} if destination is None else destination
+        found = _empty_state() if destination is None else destination
         if _left_out.get():
             return found
-        for name, value in self._ask.state_dict().items():
+        state, versions = self._ask.state_dict()
+        for name, value in state.items():
             found[prefix + name] = value
+        noted = getattr(found, "_metadata", None)
+        if noted is not None:
+            noted.update({f"{prefix}{path}".removesuffix("."): v for path, v in versions.items()})
+            noted[prefix[:-1]] = {**versions.get("", {}), _VERSIONS: versions}
         return found
 
     def load_state_dict(
@@ -192,8 +203,10 @@ class RemoteModule(nn.Module):
             return
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         part = {n.removeprefix(prefix): v for n, v in state_dict.items() if n.startswith(prefix)}
+        # Of a child torch tells the metadata of its root only; here all of it is noted there.
+        versions = getattr(state_dict, "_metadata", None) or local_metadata.get(_VERSIONS)
         try:
-            missing, unexpected = self._ask.load_state_dict(part, assign)
+            missing, unexpected = self._ask.load_state_dict(part, versions, assign)
         except RuntimeError as error:
             error_msgs.append(f"on worker {self.owner.name!r}: {error}")
             return
@@ -243,9 +256,19 @@ class RemoteModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteModule:
         """A copy on the same worker, with parameters of its own."""
-        return _face(self._ask.copied(), self.remote_device, self.timeout, self.training)
+        rref = self._ask.copied()
+        made = _face(rref, self.remote_device, self.timeout, self.training, type(self))
+        memo[id(self)] = made
+        for name, value in vars(self).items():
+            if name not in ("rref", "_number"):
+                vars(made)[name] = copy.deepcopy(value, memo)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not RemoteModule:  # Inside of calls only: elsewhere its RRef refuses.
+            own = {name: value for name, value in vars(self).items() if name not in _SHARED}
+            face = (self.rref, self.remote_device, self.timeout, self.training, type(self))
+            return _face, face, own
         raise TypeError(
             f"{self!r} cannot be pickled, for it would be of no use outside of its job: send it as "
             "an argument of a call, or save its state_dict()."
@@ -271,6 +294,36 @@ def _refuse_in_graph(what: str) -> None:
         )
 
 
+def _check_arguments(
+    remote_device: object, module_class: object, args: object, kwargs: object, compile: object
+) -> None:
+    if not isinstance(remote_device, str):
+        raise TypeError(
+            f"{remote_device!r} names no worker: give its name, or 'worker/device', as a string."
+        )
+    if isinstance(module_class, nn.Module):
+        raise TypeError(
+            f"RemoteModule makes a module on its worker, so it needs the class "
+            f"{type(module_class).__name__} and its arguments, not a module that is here."
+        )
+    if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping | None):
+        raise TypeError(
+            f"The arguments of {getattr(module_class, '__name__', module_class)} are a tuple and a "
+            f"dict: RemoteModule({remote_device!r}, ..., (8, 4), {{'bias': False}})."
+        )
+    if not isinstance(compile, bool | dict):
+        raise TypeError(
+            f"compile={compile!r}: give True, False or a dict of options of torch.compile."
+        )
+
+
+def _empty_state() -> Any:
+    """As torch begins one: with room for the versions of the modules."""
+    state: Any = OrderedDict()
+    state._metadata = OrderedDict()
+    return state
+
+
 def _leave(module: RemoteModule, _: object) -> tuple[object, ...]:
     return (module.rref, module.remote_device, module.timeout, module.training)
 
@@ -280,10 +333,14 @@ def _arrive(data: Any, _: object) -> RemoteModule:
 
 
 def _face(
-    rref: RRef[HostedModule], remote_device: str, timeout: float | None, training: bool
+    rref: RRef[HostedModule],
+    remote_device: str,
+    timeout: float | None,
+    training: bool,
+    face_class: type[RemoteModule] = RemoteModule,
 ) -> RemoteModule:
     """Another object for a module that exists already."""
-    module = RemoteModule.__new__(RemoteModule)
+    module = face_class.__new__(face_class)
     nn.Module.__init__(module)
     module._take(rref, remote_device, timeout)
     module.training = training

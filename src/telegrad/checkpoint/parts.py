@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from telegrad.checkpoint.errors import CheckpointError
 from telegrad.nn.hosted import HostedModule
 from telegrad.nn.remote_module import RemoteModule, leaving_out_remote_modules
 from telegrad.optim.distributed import DistributedOptimizer
@@ -62,6 +63,27 @@ def _hosted(name: str, root: nn.Module) -> Iterator[tuple[str, RRef[HostedModule
             yield path, module.rref
 
 
+def check_contents(contents: Mapping[str, object]) -> None:
+    names = list(contents) if isinstance(contents, Mapping) else [None]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise TypeError(
+                f"The contents of a checkpoint are a dict from names to what they name, not "
+                f"{contents!r:.100}."
+            )
+
+
+def joined(table: Table, more: Mapping[str, Any]) -> Table:
+    """Both tables in one; no value may hide another."""
+    for name in more:
+        if name in table:
+            raise CheckpointError(
+                f"Two contents of the checkpoint have something under the name {name}, and only "
+                "one of them could be kept: give them names that do not begin alike."
+            )
+    return {**table, **more}
+
+
 def driver_objects(contents: Mapping[str, object]) -> Table:
     """What the driver itself has: options, values, and the state of whatever else has one."""
     table: Table = {}
@@ -71,13 +93,12 @@ def driver_objects(contents: Mapping[str, object]) -> Table:
                 continue
             case DistributedOptimizer():
                 for index, options in enumerate(content.options()):
-                    table.update(
-                        {f"{name}.param_groups.{index}.{key}": v for key, v in options.items()}
-                    )
+                    named = {f"{name}.param_groups.{index}.{k}": v for k, v in options.items()}
+                    table = joined(table, named)
             case _ if hasattr(content, "state_dict"):
-                table[name] = content.state_dict()
+                table = joined(table, {name: content.state_dict()})
             case _:
-                table[name] = content
+                table = joined(table, {name: content})
     return table
 
 
@@ -87,11 +108,11 @@ def table_of(part: Part) -> Table:
     for name, module in _modules(part).items():
         with leaving_out_remote_modules():
             state = module.state_dict()
-        table.update({f"{name}.{key}": value for key, value in state.items()})
+        table = joined(table, {f"{name}.{key}": value for key, value in state.items()})
     for name, rref in part.optimizers.items():
         optimizer, names = rref.local_value(), optimizer_names(name, part)
         for index, kept in optimizer.state().items():
-            table.update({f"{names[index]}.{key}": value for key, value in kept.items()})
+            table = joined(table, {f"{names[index]}.{key}": v for key, v in kept.items()})
     return table
 
 

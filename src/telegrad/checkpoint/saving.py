@@ -9,7 +9,7 @@ says where everything is.
 checkpoint that is already there are not touched. When all are on disk, `.metadata` is put in place
 by one rename. Before it the directory is the old checkpoint, after it the new one. Files that the
 `.metadata` in place does not mention are left-overs, of the old checkpoint or of a save that did
-not end, and the next save that does end removes them.
+not end, and every save removes them, when it begins and when it ends (files.py).
 
 What must never happen: that a file which `.metadata` mentions is changed or removed.
 """
@@ -19,13 +19,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -33,13 +34,28 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from telegrad.checkpoint.errors import CheckpointError
-from telegrad.checkpoint.parts import Part, divide, driver_objects, table_of
+from telegrad.checkpoint.files import (
+    METADATA,
+    PENDING,
+    Checksums,
+    alone_in,
+    checksums_of,
+    note_checksums,
+    remove_leftovers,
+    sync_directory,
+)
+from telegrad.checkpoint.parts import (
+    Part,
+    Table,
+    check_contents,
+    divide,
+    driver_objects,
+    joined,
+    table_of,
+)
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 
 DEFAULT_TIMEOUT = 600.0
-METADATA = ".metadata"
-_SUFFIX = ".distcp"
-_PENDING = ".pending-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +74,52 @@ class PartWriter:
     """On the worker: one part, planned and not yet written."""
 
     def __init__(self, table: Mapping[str, Any], directory: str) -> None:
+        self._table = dict(table)
+        self._directory = directory
         self._planner = whole_values_planner()
-        self._planner.set_up_planner(dict(table))
+        self._planner.set_up_planner(self._table)
         self._writer = FileSystemWriter(directory)
         self._writer.set_up_storage_writer(is_coordinator=False)
 
     def plan(self) -> SavePlan:
         return self._planner.create_local_plan()
 
-    def write(self, plan: SavePlan) -> list[WriteResult]:
-        written = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
-        results: list[WriteResult] = written.wait()
-        return results
+    def write(self, plan: SavePlan) -> Written:
+        try:
+            future = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
+            results: list[WriteResult] = future.wait()
+            infos = [result.storage_data for result in results]
+            return Written(results, checksums_of(Path(self._directory), infos))
+        except Exception as error:
+            raise CheckpointError(self._why(error)) from error
+
+    def _why(self, error: BaseException) -> str:
+        """What went wrong, in words that help: torch's writer tells of a full disk by positions."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError):
+                return f"{type(cause).__name__}: {cause}"
+            cause = cause.__cause__ or cause.__context__
+        for name, value in self._table.items():
+            if not isinstance(value, Tensor) and (told := _unpicklable(value)):
+                return f"{name} cannot be pickled: {told}"
+        return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Where each value of a part is, and what its bytes come to."""
+
+    results: list[WriteResult]
+    checksums: Checksums
+
+
+def _unpicklable(value: object) -> str:
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _open_writer(part: Part, directory: str) -> tuple[RRef[PartWriter], SavePlan]:
@@ -92,8 +142,21 @@ def save(
     part of them must see the directory. What was saved there before stays until all of the new
     checkpoint is on disk. `timeout` bounds each worker's writing in seconds.
     """
+    check_contents(contents)
     directory = Path(path).absolute()
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with alone_in(directory):
+            remove_leftovers(directory)
+            try:
+                _save(directory, contents, timeout)
+            finally:
+                remove_leftovers(directory)
+    except OSError as error:
+        raise _not_saved(f"worker {get_worker_info().name!r} failed", error) from error
+
+
+def _save(directory: Path, contents: Mapping[str, object], timeout: float) -> None:
     token = uuid.uuid4().hex[:12]
     here = get_worker_info().name
     parts = divide(contents)
@@ -101,69 +164,62 @@ def save(
     opening = {
         w: rpc_async(w, _open_writer, (parts[w], str(directory)), timeout=timeout) for w in others
     }
-    own = PartWriter({**table_of(parts[here]), **driver_objects(contents)}, str(directory))
-    opened = {worker: _of(worker, future) for worker, future in opening.items()}
+    table = joined(table_of(parts[here]), driver_objects(contents))
+    own = PartWriter(table, str(directory))
+    opened = _all_of({worker: future.wait for worker, future in opening.items()})
     plans, metadata = _join_plans([own.plan(), *(opened[worker][1] for worker in others)], token)
-    writing = [
-        (worker, opened[worker][0].rpc_async(timeout).write(plan))
+    writing = {
+        worker: opened[worker][0].rpc_async(timeout).write(plan).wait
         for worker, plan in zip(others, plans[1:], strict=True)
-    ]
-    results = [own.write(plans[0]), *(_of(worker, future) for worker, future in writing)]
-    _commit(directory, token, metadata, results)
-    remove_leftovers(directory)
+    }
+    written = _all_of({here: partial(own.write, plans[0]), **writing})
+    _commit(directory, token, metadata, list(written.values()))
 
 
-def _of(worker: str, future: Any) -> Any:
-    try:
-        return future.wait()
-    except Exception as error:
-        raise CheckpointError(
-            f"The checkpoint was not saved: worker {worker!r} could not write its part "
-            f"({type(error).__name__}: {error}). The checkpoint that was there before, if any, is "
-            "still there."
-        ) from error
+def _all_of(waits: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What each worker answers. Who failed is told when no other writes any more."""
+    answers: dict[str, Any] = {}
+    failed: dict[str, Exception] = {}
+    for worker, wait in waits.items():
+        try:
+            answers[worker] = wait()
+        except Exception as error:
+            failed[worker] = error
+    for worker, cause in failed.items():
+        raise _not_saved(f"worker {worker!r} could not write its part", cause) from cause
+    return answers
+
+
+def _not_saved(what: str, error: Exception) -> CheckpointError:
+    why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return CheckpointError(
+        f"The checkpoint was not saved: {what} ({why}). The checkpoint that was there before, if "
+        "any, is still there."
+    )
 
 
 def _join_plans(plans: list[SavePlan], token: str) -> tuple[list[SavePlan], Metadata]:
-    joined, metadata = whole_values_planner().create_global_plan(plans)
+    names: Table = {}
+    for plan in plans:
+        names = joined(names, {item.index.fqn: None for item in plan.items})
+    merged, metadata = whole_values_planner().create_global_plan(plans)
     # Where each value sits in a state_dict: tools of torch that read all there is look it up.
     metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
     placed = [
         dataclasses.replace(plan, storage_data=FilePrefix(f"{token}_{number}_"))
-        for number, plan in enumerate(joined)
+        for number, plan in enumerate(merged)
     ]
     return placed, metadata
 
 
-def _commit(
-    directory: Path, token: str, metadata: Metadata, results: list[list[WriteResult]]
-) -> None:
+def _commit(directory: Path, token: str, metadata: Metadata, written: list[Written]) -> None:
     # torch's writer removes a .metadata that is there before it puts its own: let it do so aside.
-    pending = directory / f"{_PENDING}{token}"
+    pending = directory / f"{PENDING}{token}"
     pending.mkdir()
     writer = FileSystemWriter(pending)
     writer.set_up_storage_writer(is_coordinator=True)
-    writer.finish(metadata, results)
-    _sync_directory(directory)
+    note_checksums(metadata, {k: v for part in written for k, v in part.checksums.items()})
+    writer.finish(metadata, [part.results for part in written])
+    sync_directory(directory)
     os.replace(pending / METADATA, directory / METADATA)
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Remove files of checkpoints that the `.metadata` in place does not mention."""
-    with (directory / METADATA).open("rb") as stream:
-        metadata = pickle.load(stream)
-    mentioned = {info.relative_path for info in metadata.storage_data.values()}
-    for file in directory.glob(f"*{_SUFFIX}"):
-        if file.name not in mentioned:
-            file.unlink(missing_ok=True)
-    for pending in directory.glob(f"{_PENDING}*"):
-        shutil.rmtree(pending, ignore_errors=True)
+    sync_directory(directory)

@@ -98,10 +98,12 @@ class DistributedOptimizer(Optimizer):
         if not references:
             raise ValueError("optimizer got an empty parameter list")
         first = sum(map(len, self._members))
-        group = [
-            Member(index, name or f"parameter {index}", rref)
-            for index, (name, rref) in enumerate(references, first)
-        ]
+        taken = {member.name for members in self._members for member in members}
+        group = []
+        for index, (name, rref) in enumerate(references, first):
+            unique = name if name and name not in taken else f"{name or ''} parameter {index}"
+            taken.add(unique)
+            group.append(Member(index, unique.strip(), rref))
         made = self._extend(len(self._members), group, options) if self._parts else {}
         self._members.append(group)
         self.changes += [m.rref.local_value() for m in group if m.rref.is_owner()]

@@ -23,6 +23,7 @@ from telegrad.autograd.messages import Mode, Options, kind_of
 from telegrad.autograd.service import Autograd
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import WorkerLost
+from telegrad.rpc.limits import Ledger, Limits
 from telegrad.rpc.results import Later
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.parcel import Parcel
@@ -100,6 +101,7 @@ class Mailbox:
 
     def __init__(self, worker: int, network: Network) -> None:
         self.info = WorkerInfo(f"worker{worker}", worker)
+        self.data_only = False
         self.network = network
         self.members = self
         self.runtime = self
@@ -121,6 +123,9 @@ class Mailbox:
 
     def name(self, worker: int) -> str:
         return f"worker{worker}"
+
+    def ledger(self, kind: str) -> Ledger:
+        return Ledger(kind, getattr(Limits(), kind), self.info.name, self.name)
 
     def now(self) -> float:
         return self.clock

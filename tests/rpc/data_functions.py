@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -112,3 +113,30 @@ def give_reference(start: int) -> rpc.RRef[Counter]:
 @telegrad.export
 def count_of(rref: rpc.RRef[Counter]) -> int:
     return rref.local_value().count
+
+
+@telegrad.export
+async def wait_at_gate() -> str:
+    while not _gate.is_set():
+        await asyncio.sleep(0.01)
+    return "through"
+
+
+_given: list[Any] = []
+
+
+@telegrad.export
+def take(*given: Any) -> int:
+    """Keep what came."""
+    _given.extend(given)
+    return len(_given)
+
+
+@telegrad.export
+def drop_all() -> None:
+    _given.clear()
+
+
+@telegrad.export
+def pass_on(count: int, rref: Any) -> list[Any]:
+    return [rref] * count

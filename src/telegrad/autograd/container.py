@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from telegrad.autograd.context import COUNTER_MASK, WORKER_SHIFT, Context, worker_of
 from telegrad.autograd.errors import AutogradError, UnknownContext
+from telegrad.rpc.limits import Ledger, unlimited
 
 MAX_WORKER_ID = 0xFFFF
 
@@ -50,12 +51,22 @@ class Census:
 class Container:
     """The contexts of one worker; safe and quick under many threads."""
 
-    def __init__(self, worker: int, *, first: int = 1) -> None:
+    def __init__(
+        self,
+        worker: int,
+        *,
+        first: int = 1,
+        ledger: Ledger | None = None,
+        records: Ledger | None = None,
+    ) -> None:
+        """`ledger` bounds the contexts that each other worker brings, `records` what they keep."""
         if not 0 <= worker <= MAX_WORKER_ID:
             raise AutogradError(
                 f"A worker id must be in 0..{MAX_WORKER_ID} to make context ids, but is {worker}."
             )
         self.worker = worker
+        self._ledger = ledger or unlimited()
+        self._records = records
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._newest = (worker << WORKER_SHIFT) + first - 1
@@ -64,7 +75,7 @@ class Container:
         self._live: set[int] = set()
         self._releases = itertools.count(1)
         self._census: dict[int, Census] = {}
-        self._lost: frozenset[int] = frozenset()
+        self._lost: set[int] = set()
 
     def new(self) -> Context:
         """A fresh context of which this worker is the origin."""
@@ -74,7 +85,7 @@ class Container:
                     f"Worker {self.worker} has issued all {COUNTER_MASK} context ids that it has."
                 )
             self._newest = number = self._newest + 1
-            context = self._contexts[number] = Context(number)
+            context = self._contexts[number] = Context(number, self._records)
             self._live.add(number)
         return context
 
@@ -88,7 +99,10 @@ class Container:
         return self._contexts.get(context_id)
 
     def join(self, context_id: int, sender: int) -> Context | None:
-        """The context that a message carries, made on demand; None once it is released."""
+        """The context that a message carries, made on demand; None once it is released.
+
+        Raises if the sender has brought more than it may.
+        """
         context = self._contexts.get(context_id)
         if context is None:
             with self._lock:
@@ -96,7 +110,9 @@ class Container:
                 if context is None:
                     if sender in self._lost or self._is_gone(context_id):
                         return None
-                    context = self._contexts[context_id] = Context(context_id)
+                    self._ledger.charge(sender)
+                    context = self._contexts[context_id] = Context(context_id, self._records)
+                    context.brought_by = sender
         context.known_workers.add(sender)
         return context
 
@@ -141,13 +157,17 @@ class Container:
             live = frozenset(self._live)
             return Census(self.worker, next(self._releases), self._newest, live)
 
-    def learn(self, census: Census) -> list[Context]:
-        """Take note of a census; the contexts that it declares gone are removed and returned."""
+    def learn(self, census: Census, keep: bool = True) -> list[Context]:
+        """Take note of a census; the contexts that it declares gone are removed and returned.
+
+        That of an origin which is not known to be a worker is not kept.
+        """
         with self._lock:
             known = self._census.get(census.origin)
             if known is not None and known.version >= census.version:
                 census = known
-            self._census[census.origin] = census
+            if keep:
+                self._census[census.origin] = census
             return self._remove_of(census.origin, census.has_released)
 
     def was_never_made(self, context_id: int) -> bool:
@@ -157,18 +177,24 @@ class Container:
     def forget(self, context_id: int) -> list[Context]:
         """Its origin says that there was never such a context."""
         with self._lock:
-            return [self._contexts.pop(context_id)] if context_id in self._contexts else []
+            return [self._remove(context_id)] if context_id in self._contexts else []
 
     def lose(self, worker: int) -> list[Context]:
         """A worker is lost: the contexts of which it was the origin end here."""
         with self._lock:
-            self._lost |= {worker}
+            self._lost.add(worker)
             self._census.pop(worker, None)
             return self._remove_of(worker, lambda _: True)
 
     def _remove_of(self, origin: int, gone: Callable[[int], bool]) -> list[Context]:
         ids = [i for i in self._contexts if i >> WORKER_SHIFT == origin and gone(i)]
-        return [self._contexts.pop(i) for i in ids]
+        return [self._remove(i) for i in ids]
+
+    def _remove(self, context_id: int) -> Context:
+        context = self._contexts.pop(context_id)
+        if context.brought_by is not None:
+            self._ledger.credit(context.brought_by)
+        return context
 
     def __iter__(self) -> Iterator[Context]:
         return iter(list(self._contexts.values()))

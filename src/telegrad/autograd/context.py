@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from telegrad.autograd.enclosed import EnclosedCall, EnclosedSend, Enclosure
     from telegrad.autograd.leaves import Gradients
     from telegrad.autograd.participant import Participant
+    from telegrad.rpc.limits import Ledger
 
 WORKER_SHIFT = 48
 COUNTER_MASK = (1 << WORKER_SHIFT) - 1
@@ -86,7 +87,9 @@ class Context:
     __slots__ = (
         "__weakref__",
         "_gradients",
+        "_ledger",
         "_uncommitted",
+        "brought_by",
         "enclosures",
         "id",
         "known_workers",
@@ -99,8 +102,12 @@ class Context:
         "sends",
     )
 
-    def __init__(self, context_id: int) -> None:
+    def __init__(self, context_id: int, ledger: Ledger | None = None) -> None:
+        """`ledger` bounds the sends and recvs that are kept for each other worker."""
         self.id = context_id
+        self.brought_by: int | None = None
+        """The worker that spoke of it first; None where it was made."""
+        self._ledger = ledger
         self.lock = threading.Lock()
         self.released = False
         self.sends: dict[int, SendRecord | EnclosedSend] = {}
@@ -137,14 +144,20 @@ class Context:
         """Record a send to a worker that is known; tells which passes had begun here, and so do
         not wait for it."""
         with self.lock:
-            self.sends[record.message] = record
+            if not self.released:
+                if self._ledger is not None:
+                    self._ledger.charge(record.peer)
+                self.sends[record.message] = record
             return self.passes.known()
 
     def add_recv(self, record: RecvRecord, begun_at_sender: Iterable[int]) -> list[int]:
         """Record a recv from a worker that is known; tells which passes wait for it at its sender
         and missed it here."""
         with self.lock:
-            self.recvs[record.message] = record
+            if not self.released:
+                if self._ledger is not None and record.message not in self.recvs:
+                    self._ledger.charge(record.peer)
+                self.recvs[record.message] = record
             begun = self.passes.begun()
             return [p for p in begun if p not in set(begun_at_sender)] if begun else []
 
@@ -185,6 +198,9 @@ class Context:
         """Drop all that the context holds, at once and not when the last reference dies."""
         with self.lock:
             self.released = True
+            if self._ledger is not None:
+                for record in (*self.sends.values(), *self.recvs.values()):
+                    self._ledger.credit(record.peer)
             self.sends.clear()
             self.recvs.clear()
             self.enclosures.clear()

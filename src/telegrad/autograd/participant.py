@@ -67,6 +67,8 @@ from telegrad.rpc.runtime import Condition
 if TYPE_CHECKING:
     from telegrad.autograd.service import Autograd
 
+FEW = 64
+"""Events that may wait for the driver in any case."""
 PATIENCE = 1.0
 """Seconds that an engine call waits for a gradient before it gives its thread back."""
 
@@ -89,6 +91,8 @@ class Participant:
     _answer: Answer | None = None
     _deadline = math.inf
     _timeout: float | None = None
+    brought_by: int | None = None
+    """The worker that spoke of the pass first; None where it was initiated."""
     active = False
     """The local part has begun and not ended."""
 
@@ -116,12 +120,21 @@ class Participant:
             drives = not self._driving
             if drives:
                 self._driving = True
+            elif sender != self._worker and len(self._inbox) > self._most_waiting():
+                raise AutogradError(
+                    f"Worker {sender} says more in a pass of context {self.context.id} than there "
+                    "is to say."
+                )
             else:
                 self._inbox.append((sender, event))
         if drives:
             self._drive(((sender, event),))
         else:
             self._wake()
+
+    def _most_waiting(self) -> int:
+        """Each send is answered once, and each partner begins, acknowledges and fails once."""
+        return FEW + 4 * (len(self.context.sends) + len(self.context.recvs))
 
     def _drive(self, batch: Sequence[tuple[int, Event]] = ()) -> None:
         """Handle these events and all that come meanwhile. The caller has set `_driving`."""
@@ -259,6 +272,11 @@ class Participant:
             self._answer, event = event.answer, event.message
         if type(event) is Gradient or type(event) is Begin:
             if event.history.over_below:
+                if worker_of(event.history.over_below) != worker_of(self.pass_id):
+                    raise AutogradError(
+                        f"Worker {sender} tells in pass {self.pass_id} of passes that another "
+                        "worker began."
+                    )
                 self._service.learn(self.context, event.history)
             if self._part is None:
                 self._join(event.options, event.history, ())
@@ -274,6 +292,11 @@ class Participant:
         """Nothing has engaged this worker in the pass so far."""
         match event:
             case Absent():
+                if len(self._early) > self._most_waiting():
+                    raise AutogradError(
+                        f"Worker {sender} says more often that gradients are absent in a pass of "
+                        f"context {self.context.id} than there are messages."
+                    )
                 self._early = (*self._early, (sender, event))
             case Fail(failure):
                 self._flood(failure, sender)

@@ -33,6 +33,7 @@ from telegrad.autograd.participant import Participant
 from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
 from telegrad.autograd.releases import Releases
 from telegrad.rpc.calls import Pending
+from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.references import ReferenceId
 from telegrad.rpc.results import Finish, Later
 
@@ -47,7 +48,10 @@ class Autograd:
 
     def __init__(self, node: Any) -> None:
         self.node = node
-        self.container = Container(node.info.id)
+        self.container = Container(
+            node.info.id, ledger=node.ledger("contexts"), records=node.ledger("records")
+        )
+        self._passes = node.ledger("passes")
         self._releases = Releases(node.runtime, self._tell_census)
         self.stall_time = STALL_TIME
         first: int = (node.info.id << WORKER_SHIFT) + 1
@@ -95,11 +99,21 @@ class Autograd:
         origin, version, newest = map(_number, payload[:3])
         census = Census(origin, version, newest, frozenset(map(_number, payload[3])))
         told: set[int] = set()
-        for context in self.container.learn(census):
+        for context in self.container.learn(census, keep=self._may_be_worker(origin)):
             self._end(context, "Context {} was released during backward.")
             told |= context.known_workers
         told.discard(sender)
         self._pass_on(census, told)
+
+    def _may_be_worker(self, worker: int) -> bool:
+        """Where others may lie, only those who are in the job are worth remembering."""
+        if not self.node.data_only:
+            return True
+        try:
+            self.node.members.member(worker)
+        except TelegradError:
+            return False
+        return True
 
     def _pass_on(self, census: Census, workers: set[int]) -> None:
         payload = (census.origin, census.version, census.newest, tuple(census.live))
@@ -114,7 +128,12 @@ class Autograd:
                 if not participant.idle:
                     abandon = Abandon(reason.format(context.id))
                     participant.deliver(self.node.info.id, abandon)
+                self._let_go_of(participant)
             context.participants.clear()
+
+    def _let_go_of(self, participant: Participant) -> None:
+        if participant.brought_by is not None:
+            self._passes.credit(participant.brought_by)
 
     def _on_lost(self, worker: int, reason: str) -> None:
         for context in self.container.lose(worker):
@@ -207,6 +226,7 @@ class Autograd:
         for pass_id in failed:
             context.discard(pass_id)
         for participant in gone:
+            self._let_go_of(participant)
             if not participant.idle:
                 participant.deliver(self.node.info.id, Abandon("The pass is over."))
         context.commit(context.passes.is_over)
@@ -242,14 +262,22 @@ class Autograd:
         context = self.container.join(context_id, sender)
         if context is None:
             return None
+        initiator = worker_of(pass_id)
+        if pass_id not in context.participants and not self._may_be_worker(initiator):
+            raise AutogradError(
+                f"Worker {sender} speaks of a pass that worker {initiator} began, who is not in "
+                "this job."
+            )
         with context.lock:
             if context.released or context.passes.is_over(pass_id):
                 return None
             participant = context.participants.get(pass_id)
             if participant is None:
-                if worker_of(pass_id) == self.node.info.id:
+                if initiator == self.node.info.id:
                     return None
+                self._passes.charge(sender)
                 participant = context.participants[pass_id] = Participant(self, context, pass_id)
+                participant.brought_by = sender
         return participant
 
     def post(self, context: Context, pass_id: int, post: Post) -> None:

@@ -7,8 +7,11 @@ what keeps a hostile one from filling the memory of the rest, so they are much t
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from telegrad.rpc.errors import Refused
 from telegrad.wire import frames, trust
 from telegrad.wire.trust import Trust
 
@@ -29,7 +32,17 @@ class Limits:
     tensors: int = 1 << 20
     """Tensors, and other large buffers, in one message."""
     calls_in_flight: int = 1 << 14
-    """Calls of one worker that run or wait here at a time. Those beyond are refused one by one."""
+    """Calls of one worker that run or wait here at a time, coroutines among them. Those beyond are
+    refused one by one."""
+    references: int = 1 << 26
+    """What is kept here of references for one worker: those that it holds to values of this one,
+    the values that it has made here among them, and those that it gave to this one."""
+    contexts: int = 1 << 26
+    """Contexts of autograd that one worker brought here and that are not released."""
+    records: int = 1 << 26
+    """Messages with tensors that need gradient, to and from one worker, that contexts keep here."""
+    passes: int = 1 << 26
+    """Backward passes that one worker brought here and that are not over."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -61,8 +74,54 @@ _OF_DATA = Limits(
     items=1 << 20,
     tensors=1 << 12,
     calls_in_flight=256,
+    references=1 << 16,
+    contexts=1 << 10,
+    records=1 << 16,
+    passes=1 << 10,
 )
 
 
 def default_limits(trusted: Trust) -> Limits:
     return _OF_DATA if trusted is Trust.DATA else _OF_CODE
+
+
+class Ledger:
+    """How many things of one kind are kept here for each other worker, and that not more are."""
+
+    def __init__(self, kind: str, most: int, me: str, name: Callable[[int], str]) -> None:
+        """`kind` is the limit's name; `me` and `name` are for the words of an error."""
+        self._kind = kind
+        self._most = most
+        self._me = me
+        self._name = name
+        self._lock = threading.Lock()
+        self._counts: dict[int, int] = {}
+
+    def charge(self, worker: int) -> None:
+        """One more is kept for that worker; raises if it is one too many."""
+        with self._lock:
+            count = self._counts.get(worker, 0)
+            if count < self._most:
+                self._counts[worker] = count + 1
+                return
+        raise Refused(
+            f"worker {self._me!r} keeps {self._most} {self._kind} for worker "
+            f"{self._name(worker)!r} and takes no more: let go of some of them, or raise "
+            f"rpc.Limits.{self._kind} there"
+        )
+
+    def credit(self, worker: int, count: int = 1) -> None:
+        """What was kept for that worker is gone."""
+        with self._lock:
+            left = self._counts.get(worker, 0) - count
+            if left > 0:
+                self._counts[worker] = left
+            else:
+                self._counts.pop(worker, None)
+
+    def count(self, worker: int) -> int:
+        return self._counts.get(worker, 0)
+
+
+def unlimited() -> Ledger:
+    return Ledger("things", 1 << 62, "", str)

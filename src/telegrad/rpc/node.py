@@ -32,7 +32,7 @@ from telegrad.rpc.errors import (
     WorkerLost,
 )
 from telegrad.rpc.failures import describe_error, rebuild_error, told_error
-from telegrad.rpc.limits import Limits, default_limits
+from telegrad.rpc.limits import Ledger, Limits, default_limits
 from telegrad.rpc.members import Members
 from telegrad.rpc.results import Later, as_result
 from telegrad.rpc.runtime import Runtime
@@ -165,6 +165,10 @@ class Node:
         self.values = Values(self)
         for name, factory in _services.items():
             self.services[name] = factory(self)
+
+    def ledger(self, kind: str) -> Ledger:
+        """The account of what is kept here for others that one of the limits bounds."""
+        return Ledger(kind, getattr(self.limits, kind), self.info.name, self.members.name)
 
     # Calling.
 

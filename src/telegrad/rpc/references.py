@@ -58,7 +58,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from telegrad.rpc.errors import LostWithWorker, ReferenceLost, WorkerLost
+from telegrad.rpc.errors import LostWithWorker, ReferenceLost, Refused, WorkerLost
+from telegrad.rpc.limits import Ledger, unlimited
 
 
 class ReferenceId(NamedTuple):
@@ -73,6 +74,9 @@ class ForkId(NamedTuple):
     created_on: int
     number: int
 
+
+REFUSALS_KEPT = 4096
+"""Values that were not made because too many are kept: so many are told from those to come."""
 
 Handle = ReferenceId | ForkId
 """What an RRef object stands for: on the owner the reference itself, elsewhere its fork."""
@@ -138,9 +142,13 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """To a holder: the owner has no such value. Only a driver that breaks its duties sees this."""
+    """To a holder: the owner does not keep this value for it, and why.
+
+    It keeps no more for this worker than it may; or a driver broke its duties.
+    """
 
     fork: ForkId
+    reason: str = "The owner does not have this value any more."
 
 
 Message = Register | Accepted | Unpin | Release | Fence | Fenced | Gone
@@ -214,9 +222,19 @@ class _Pin(NamedTuple):
 class References:
     """One worker's part of the protocol. Methods are events; `take_actions` is the answer."""
 
-    def __init__(self, me: int, number: Callable[[], int] | None = None) -> None:
-        """`number` gives one that it never gave before, for the name of a reference or a fork."""
+    def __init__(
+        self, me: int, number: Callable[[], int] | None = None, ledger: Ledger | None = None
+    ) -> None:
+        """`number` gives one that it never gave before, for the name of a reference or a fork.
+
+        `ledger` bounds what is kept for each other worker: the forks in the table of which it told,
+        and those here that it gave.
+        """
         self._me = me
+        self._ledger = ledger or unlimited()
+        # Who told of a fork, where that is not its holder.
+        self._tellers: dict[Transfer, int] = {}
+        self._refusals: dict[ReferenceId, Refused] = {}
         self._number = number or itertools.count().__next__
         self._owned: dict[ReferenceId, _Owned] = {}
         self._held: dict[ForkId, _Held] = {}
@@ -257,9 +275,22 @@ class References:
         reference, fork = created
         self._require_not_fenced(fork.created_on)
         owned = self._owned.setdefault(reference, _Owned(State.PENDING))
+        try:
+            self._enter(created, owned, fork.created_on, fork.created_on)
+        except Refused as refusal:
+            self._post(fork.created_on, Gone(fork, str(refusal)))
+            self._drop_unheld(reference, owned)
+            self._remember_refusal(reference, refusal)
+            raise
         owned.state = State.PENDING
-        owned.holders[fork] = fork.created_on
         self._post(fork.created_on, Accepted(fork))
+
+    def _remember_refusal(self, reference: ReferenceId, refusal: Refused) -> None:
+        """Who asks for that value may do so before it has heard that there is none."""
+        self._refusals[reference] = Refused(str(refusal))
+        if len(self._refusals) > REFUSALS_KEPT:
+            del self._refusals[next(iter(self._refusals))]
+        self._actions.append(Failed(reference))
 
     def settle(self, reference: ReferenceId) -> bool:
         """The value is there. False if nobody wants it any more: do not keep it."""
@@ -282,12 +313,14 @@ class References:
         owned = self._owned.get(reference)
         if owned is not None:
             return owned.state
+        if reference in self._refusals:
+            return State.FAILED
         creator = reference.created_on
         return State.GONE if creator == self._me or creator in self._lost else State.PROMISED
 
     def error(self, reference: ReferenceId) -> BaseException | None:
         owned = self._owned.get(reference)
-        return owned.error if owned else None
+        return owned.error if owned else self._refusals.get(reference)
 
     def confirmed(self, handle: Handle) -> bool:
         """Whether the owner knows of this RRef object."""
@@ -308,9 +341,9 @@ class References:
         if to != self._me:
             self._require_live(to)
         if isinstance(handle, ReferenceId):
-            fork = ForkId(self._me, self._number())
-            self._owned[handle].holders[fork] = to
-            return Transfer(handle, fork)
+            transfer = Transfer(handle, ForkId(self._me, self._number()))
+            self._enter(transfer, self._owned[handle], to, to)
+            return transfer
         held = self._held[handle]
         if held.standing is _Standing.LOST:
             raise self._owner_lost(held.reference)
@@ -337,6 +370,11 @@ class References:
         if fork in self._held:
             # What hangs on the first would be forgotten and never let go.
             raise ValueError("a reference that is here already came a second time")
+        try:
+            self._ledger.charge(fork.created_on)
+        except Refused:
+            self.refuse(transfer)
+            raise
         if reference.owner in self._lost:
             self._held[fork] = _Held(reference, _Standing.LOST)
             self._actions.append(Lost(fork, self._owner_lost(reference)))
@@ -390,10 +428,9 @@ class References:
             case Fenced(worker):
                 self._awaited.discard((sender, worker))
                 self._end_fences_if_answered()
-            case Gone(fork):
+            case Gone(fork, reason):
                 if held := self._held.get(fork):
-                    error = ReferenceLost("The owner does not have this value any more.")
-                    self._lose(fork, held, error)
+                    self._lose(fork, held, ReferenceLost(reason))
 
     def _register(self, sender: int, message: Register) -> None:
         transfer, holder = message.transfer, message.holder
@@ -401,13 +438,24 @@ class References:
         owned = self._known_or_promised(reference)
         if owned is None:
             self._post(sender, Gone(fork))
-        elif holder not in self._fenced:
-            owned.holders[fork] = holder
-            if holder == sender:
-                self._post(holder, Accepted(fork))
+        else:
+            self._register_with(owned, sender, message)
+            self._drop_unheld(reference, owned)
         self._post(fork.created_on, Unpin(fork))
         if holder in self._lost:
             self._begin_fences()
+
+    def _register_with(self, owned: _Owned, sender: int, message: Register) -> None:
+        transfer, holder = message.transfer, message.holder
+        if holder in self._fenced:
+            return
+        try:
+            self._enter(transfer, owned, holder, sender)
+        except Refused as refusal:
+            self._post(sender, Gone(transfer.fork, str(refusal)))
+            return
+        if holder == sender:
+            self._post(holder, Accepted(transfer.fork))
 
     def _confirm(self, fork: ForkId) -> None:
         held = self._held.get(fork)
@@ -427,6 +475,8 @@ class References:
         if not held.dropped or held.pins or held.standing is _Standing.UNCONFIRMED:
             return
         del self._held[fork]
+        if fork.created_on != self._me:
+            self._ledger.credit(fork.created_on)
         if held.standing is _Standing.CONFIRMED:
             self._post(held.reference.owner, Release(Transfer(held.reference, fork)))
 
@@ -448,13 +498,32 @@ class References:
             raise ReferenceLost(f"{reference} came back to its owner after its value was dropped.")
         owned.handles += 1
         if fork.created_on == self._me:
-            del owned.holders[fork]
+            self._take_out(transfer, owned)
         else:
             self._post(fork.created_on, Unpin(fork))
 
+    def _enter(self, transfer: Transfer, owned: _Owned, holder: int, teller: int) -> None:
+        """A fork of that holder, of which `teller` told, comes into the table."""
+        if teller != self._me:
+            self._ledger.charge(teller)
+        self._take_out(transfer, owned)
+        owned.holders[transfer.fork] = holder
+        if teller != holder:
+            self._tellers[transfer] = teller
+
+    def _take_out(self, transfer: Transfer, owned: _Owned) -> bool:
+        """A fork leaves the table, if it is there."""
+        holder = owned.holders.pop(transfer.fork, None)
+        if holder is None:
+            return False
+        teller = self._tellers.pop(transfer, holder)
+        if teller != self._me:
+            self._ledger.credit(teller)
+        return True
+
     def _release(self, transfer: Transfer) -> None:
         owned = self._owned.get(transfer.reference)
-        if owned is not None and owned.holders.pop(transfer.fork, None) is not None:
+        if owned is not None and self._take_out(transfer, owned):
             self._drop_unheld(transfer.reference, owned)
 
     def _drop_unheld(self, reference: ReferenceId, owned: _Owned) -> None:

@@ -456,6 +456,8 @@ def _arrive(data: Any, passage: Passage | None) -> RRef[Any]:
         raise ValueError("a reference came outside of a call")
     transfer = read_transfer(data)
     node = passage.node
+    if transfer.fork.created_on != passage.worker:
+        raise ValueError("a reference came that says that another worker sent it")
     return RRef._of(node, transfer.reference, node.values.arrive(transfer))
 
 

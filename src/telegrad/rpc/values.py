@@ -56,6 +56,7 @@ from telegrad.rpc.references import (
     Unpin,
 )
 from telegrad.rpc.results import Finish, Later, as_result
+from telegrad.rpc.worker import MAX_WORKER_ID
 from telegrad.wire.names import is_exported
 
 if TYPE_CHECKING:
@@ -84,12 +85,24 @@ class _Inbox:
     that someone has.
     """
 
-    __slots__ = ("early", "receiving", "seen")
+    __slots__ = ("early", "receiving", "seen", "weight")
 
     def __init__(self) -> None:
         self.seen = 0
         self.early: dict[int, Message] = {}
         self.receiving = False
+        self.weight = 0
+
+    def keep(self, number: int, message: Message) -> None:
+        """A message came; it may be received when those before it have been.
+
+        An honest sender is a few messages ahead of the slowest handler.
+        """
+        if number - self.seen > MAX_EARLY or self.weight > MAX_EARLY:
+            raise ValueError("a message of the reference protocol has a number out of turn")
+        if number > self.seen and number not in self.early:
+            self.early[number] = message
+            self.weight += _weight(message)
 
     def begin_next(self) -> Message | None:
         """The next message in order. None if it is not there, or another thread receives."""
@@ -99,6 +112,7 @@ class _Inbox:
         if message is not None:
             self.seen += 1
             self.receiving = True
+            self.weight -= _weight(message)
         return message
 
 
@@ -120,7 +134,9 @@ class Values:
         self._node = node
         # Who may name a value may have it. Where workers do not trust each other, a name must
         # therefore be told, not guessed.
-        self._core = References(node.info.id, _unguessable if node.data_only else None)
+        self._core = References(
+            node.info.id, _unguessable if node.data_only else None, node.ledger("references")
+        )
         self._introduced = 0
         self._changed = node.runtime.condition()
         self._stored: dict[ReferenceId, object] = {}
@@ -197,9 +213,11 @@ class Values:
 
     def arrive(self, transfer: Transfer) -> Handle:
         """A reference came in: the handle for its RRef object here."""
-        with self._changed:
-            confirmed = self._core.arrive(transfer)
-        self._act()
+        try:
+            with self._changed:
+                confirmed = self._core.arrive(transfer)
+        finally:
+            self._act()
         if transfer.reference.owner == self._node.info.id:
             return transfer.reference
         if not confirmed:
@@ -333,9 +351,11 @@ class Values:
             reference.created_on == fork.created_on == sender
         ):
             raise ValueError("a worker names values that others make by names of its own only")
-        with self._changed:
-            self._core.create_requested(created)
-        self._act()
+        try:
+            with self._changed:
+                self._core.create_requested(created)
+        finally:
+            self._act()
         return created
 
     def _create_failed(self, sender: int, transfer: Any, reason: str) -> None:
@@ -464,11 +484,9 @@ class Values:
             if self._node.is_lost(sender):
                 return
             inbox = self._inboxes.setdefault(sender, _Inbox())
-            if type(number) is not int or number - inbox.seen > MAX_EARLY:
-                raise ValueError("a message of the reference protocol has a number out of turn")
-            if number <= inbox.seen:
-                return
-            inbox.early[number] = _message(data)
+            if type(number) is not int:
+                raise ValueError("a message of the reference protocol has no number")
+            inbox.keep(number, _message(data))
             message = inbox.begin_next()
         failure: Exception | None = None
         while message is not None:
@@ -664,8 +682,8 @@ def _data(message: Message) -> tuple[Any, ...]:
             return ("accepted", tuple(fork))
         case Unpin(fork):
             return ("unpin", tuple(fork))
-        case Gone(fork):
-            return ("gone", tuple(fork))
+        case Gone(fork, reason):
+            return ("gone", tuple(fork), reason)
         case Fence(lost):
             return ("fence", lost)
         case Fenced(lost):
@@ -682,13 +700,21 @@ def _message(data: Any) -> Message:
             return Accepted(_fork(fork))
         case ("unpin", fork):
             return Unpin(_fork(fork))
-        case ("gone", fork):
-            return Gone(_fork(fork))
-        case ("fence", [*lost]) if all(type(worker) is int for worker in lost):
-            return Fence(tuple(lost))
+        case ("gone", fork, str(reason)):
+            return Gone(_fork(fork), reason)
+        case ("fence", [*lost]) if all(map(_is_worker, lost)):
+            return Fence(tuple(set(lost)))
         case ("fenced", int(lost)):
             return Fenced(lost)
     raise ValueError("what came is no message of the reference protocol")
+
+
+def _weight(message: Message) -> int:
+    return len(message.lost) if isinstance(message, Fence) else 0
+
+
+def _is_worker(number: object) -> bool:
+    return type(number) is int and 0 <= number <= MAX_WORKER_ID
 
 
 def _timeout(reference: ReferenceId, timeout: float) -> TelegradError:

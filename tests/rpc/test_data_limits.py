@@ -1,0 +1,251 @@
+"""`trust="data"`: what one member can have another keep is bounded, member by member."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import autograd, rpc
+from telegrad.autograd.context import WORKER_SHIFT, working_in
+from telegrad.autograd.messages import Begin, History, Options, encode
+from telegrad.autograd.service import Autograd
+from telegrad.rpc.node import current_node
+from tests.rpc import data_functions as functions
+from tests.rpc.fleet import Job
+from tests.rpc.test_data_only import MakeJob, make_parties  # noqa: F401 (a fixture)
+
+FEW = 5
+A, B, C = range(3)
+
+
+def call(to: str, function: Any, *args: Any) -> Any:
+    return rpc.rpc_sync(to, function, args=args)
+
+
+def attempt(work: Callable[[], Any]) -> str:
+    try:
+        return f"answered {work()!r}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def service() -> Autograd:
+    found: Autograd = current_node().services["autograd"]
+    return found
+
+
+def wait_until(job: Job, name: str, holds: Callable[[], Any], what: Any) -> None:
+    until = time.monotonic() + 20
+    while (now := job[name].do(holds)) != what:
+        assert time.monotonic() < until, f"{name} has {now}, not {what}"
+
+
+def references() -> dict[str, int]:
+    gc.collect()
+    info = rpc.debug_info()["references"]
+    return {what: count for what, count in info.items() if count}
+
+
+kept: list[Any] = []
+
+
+def forget() -> None:
+    kept.clear()
+    gc.collect()
+
+
+def take_references(to: str, count: int) -> list[str]:
+    def take() -> None:
+        kept.append(call(to, functions.give_reference, 1))
+
+    return [attempt(take) for _ in range(count)]
+
+
+def make_values(to: str, count: int) -> list[str]:
+    made = [rpc.remote(to, functions.Counter, args=(1,)) for _ in range(count)]
+    kept.extend(made)
+    return [attempt(partial(use, each)) for each in made]
+
+
+def use(counter: rpc.RRef[functions.Counter]) -> int:
+    return int(counter.rpc_sync().add(1))
+
+
+WORDS = "worker 'b' keeps 5 references for worker 'a' and takes no more"
+
+
+@pytest.mark.parametrize("get", [take_references, make_values], ids=["given", "made"])
+def test_references_to_the_values_of_a_worker_are_limited(
+    make_parties: MakeJob,  # noqa: F811
+    get: Callable[[str, int], list[str]],
+) -> None:
+    job = make_parties("a", "b", "c", limits=rpc.Limits(references=FEW))
+    told = job["a"].do(get, "b", FEW + 3)
+    assert [WORDS in each for each in told] == [False] * FEW + [True] * 3, told
+    assert "rpc.Limits.references" in told[-1]
+    assert job["b"].do(references)["forks"] == FEW
+    # Others are not held to account for it, and what is let go makes room.
+    assert all("answered" in each for each in job["c"].do(get, "b", FEW))
+    for name in "ac":
+        job[name].do(forget)
+    for name in "abc":
+        wait_until(job, name, references, {})
+    assert all("answered" in each for each in job["a"].do(get, "b", FEW))
+
+
+def pass_references(owner: str, to: str, count: int) -> list[str]:
+    """Give references to values of one worker to another, which keeps them."""
+    mine = [call(owner, functions.give_reference, n) for n in range(count)]
+    return [attempt(partial(call, to, functions.take, each)) for each in mine]
+
+
+def use_given() -> list[str]:
+    return [attempt(partial(use, each)) for each in functions._given]
+
+
+def test_a_reference_that_its_owner_keeps_for_nobody_more_says_so(
+    make_parties: MakeJob,  # noqa: F811
+) -> None:
+    job = make_parties("a", "b", "c", limits=rpc.Limits(references=2 * FEW))
+    job["a"].do(take_references, "b", 2 * FEW - 2)
+    # From c to a: b is told by a, for which it keeps two more.
+    job["c"].do(pass_references, "b", "a", 4)
+    told = job["a"].do(use_given)
+    assert [each.startswith("answered") for each in told].count(True) == 2, told
+    assert sum("worker 'b' keeps 10 references for worker 'a'" in each for each in told) == 2
+    for name in "ac":
+        job[name].do(functions.drop_all)
+        job[name].do(forget)
+    for name in "abc":
+        wait_until(job, name, references, {})
+
+
+def give_one_often(owner: str, to: str, count: int) -> list[str]:
+    rref = call(owner, functions.give_reference, 1)
+    return [attempt(partial(call, to, functions.take, rref)) for _ in range(count)]
+
+
+def test_references_that_a_worker_gives_are_limited(make_parties: MakeJob) -> None:  # noqa: F811
+    job = make_parties("a", "b", "c", limits=rpc.Limits(references=FEW))
+    told = job["a"].do(give_one_often, "c", "b", FEW + 3)
+    assert [WORDS in each for each in told] == [False] * FEW + [True] * 3, told
+    assert job["b"].do(references)["held"] == FEW
+    job["b"].do(functions.drop_all)
+    for name in "abc":
+        wait_until(job, name, references, {})
+
+
+def contexts() -> int:
+    return len(service().container)
+
+
+def open_contexts(to: str, count: int) -> list[str]:
+    told = []
+    for _ in range(count):
+        context = service().new_context()
+        kept.append(context)
+        with working_in(context):
+            told.append(attempt(lambda: call(to, functions.scale, 2)))
+    return told
+
+
+def release_contexts() -> None:
+    for context in kept:
+        service().release(context.id)
+    kept.clear()
+
+
+def test_contexts_are_limited(make_parties: MakeJob) -> None:  # noqa: F811
+    job = make_parties("a", "b", "c", limits=rpc.Limits(contexts=FEW))
+    told = job["a"].do(open_contexts, "b", FEW + 3)
+    refused = ["keeps 5 contexts for worker 'a' and takes no more" in each for each in told]
+    assert refused == [False] * FEW + [True] * 3, told
+    assert job["b"].do(contexts) == FEW
+    assert job["c"].do(open_contexts, "b", 1) == ["answered 4"]
+    for name in "ac":
+        job[name].do(release_contexts)
+    wait_until(job, "b", contexts, 0)
+    assert job["a"].do(open_contexts, "b", FEW) == ["answered 4"] * FEW
+
+
+def cross(to: str, count: int) -> list[str]:
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context():
+        return [attempt(lambda: call(to, functions.weigh, x)) for _ in range(count)]
+
+
+def test_what_contexts_keep_of_messages_is_limited(make_parties: MakeJob) -> None:  # noqa: F811
+    # A call of `weigh` is a message with such a tensor each way.
+    job = make_parties("a", "b", limits=rpc.Limits(records=2 * FEW))
+    told = job["a"].do(cross, "b", FEW + 1)
+    assert [each.startswith("answered") for each in told] == [True] * FEW + [False], told
+    assert "keeps 10 records for worker" in told[-1]
+    wait_until(job, "b", contexts, 0)
+    assert all(each.startswith("answered") for each in job["a"].do(cross, "b", FEW))
+
+
+def begin_passes(to: int, initiator: int, count: int) -> None:
+    node = current_node()
+    context = service().new_context()
+    kept.append(context)
+    for number in range(1, count + 1):
+        pass_id = (initiator << WORKER_SHIFT) + number
+        begin = encode(context.id, pass_id, Begin(Options(), History()))
+        node.post(to, "autograd.pass", begin)
+
+
+def passes_kept() -> int:
+    return sum(len(context.participants) for context in service().container)
+
+
+def test_passes_that_never_end_are_limited(make_parties: MakeJob) -> None:  # noqa: F811
+    job = make_parties("a", "b", limits=rpc.Limits(passes=FEW))
+    job["a"].do(begin_passes, B, A, FEW + 20)
+    assert job["a"].do(call, "b", functions.scale, 2) == 4
+    wait_until(job, "b", passes_kept, FEW)
+    job["a"].do(release_contexts)
+    wait_until(job, "b", contexts, 0)
+    job["a"].do(begin_passes, B, A, 2)
+    wait_until(job, "b", passes_kept, 2)
+
+
+def test_passes_of_who_is_not_in_the_job_are_none(make_parties: MakeJob) -> None:  # noqa: F811
+    job = make_parties("a", "b")
+    job["a"].do(begin_passes, B, 77, 3)
+    assert job["a"].do(call, "b", functions.scale, 2) == 4
+    wait_until(job, "b", contexts, 1)
+    assert job["b"].do(passes_kept) == 0
+
+
+def begin_coroutines(to: str, count: int) -> list[str]:
+    futures = [rpc.rpc_async(to, functions.wait_at_gate) for _ in range(count)]
+    kept.extend(futures)
+    return [attempt(future.wait) for future in futures[FEW:]]
+
+
+def coroutines_and_threads() -> tuple[int, int]:
+    [loop] = current_node().coroutines._loops
+    return len(asyncio.all_tasks(loop)), threading.active_count()
+
+
+def test_coroutines_are_limited_as_calls_are(make_parties: MakeJob) -> None:  # noqa: F811
+    job = make_parties("a", "b", "c", limits=rpc.Limits(calls_in_flight=FEW))
+    told = job["a"].do(begin_coroutines, "b", FEW + 30)
+    assert all("already runs 5 calls of worker 'a'" in each for each in told), told
+    tasks, threads = job["b"].do(coroutines_and_threads)
+    assert tasks == FEW
+    assert threads < 40
+    assert job["c"].do(call, "b", functions.open_gate) is None
+    assert job["a"].do(outcomes) == ["answered 'through'"] * FEW
+
+
+def outcomes() -> list[str]:
+    return [attempt(future.wait) for future in kept[:FEW]]

@@ -1,68 +1,276 @@
-"""Ctrl-C at any moment of a call: that call is given up, and nothing else."""
+"""A signal handler that raises at any moment: the call it hits is given up, and nothing else."""
 
 from __future__ import annotations
 
-import _thread
+import gc
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 
-from telegrad import rpc
-from telegrad.rpc import interrupts
+from telegrad import autograd, rpc
+from telegrad.rpc.node import current_node
+from telegrad.wire import interrupts
 from tests.rpc import functions
-from tests.rpc.fleet import Job
+from tests.rpc.fleet import Job, Process
 
 SEED = 20261116
-INTERRUPTS = 300
 LONGEST = 0.002
 
+MakeJob = Callable[..., Job]
 
-def interrupt_often(to: str) -> int:
-    """Interrupt calls after random times; the next call must go through."""
-    draw = random.Random(SEED)
+
+class Late(TimeoutError):
+    """What many a program raises when its alarm goes off. It is an OSError, as those of sockets."""
+
+
+def be_late(number: int, frame: object) -> None:
+    raise Late
+
+
+@contextmanager
+def alarms() -> Iterator[Callable[[float], None]]:
+    """Set alarms that raise, and hear nothing of them afterwards."""
+    before = signal.signal(signal.SIGALRM, be_late)
+    try:
+        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupt_often(work: Callable[[], object], times: int, seed: int, longest: float) -> int:
+    """Do it again and again, each time with an alarm after a random time. How many raised."""
+    draw = random.Random(seed)
     caught = 0
-    handle = signal.getsignal(signal.SIGINT)
-    before = signal.signal(signal.SIGALRM, lambda _, frame: handle(signal.SIGINT, frame))
-    for _ in range(INTERRUPTS):
+    for _ in range(times):
         try:
-            signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, LONGEST))
-            rpc.rpc_sync(to, functions.who_am_i)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            while interrupts._put_off_since is not None:
-                time.sleep(interrupts.PAUSE)
-        except KeyboardInterrupt:
+            with alarms() as set_alarm:
+                set_alarm(draw.uniform(1e-5, longest))
+                work()
+        except Late:
             caught += 1
-        assert rpc.rpc_sync(to, functions.who_am_i, timeout=20) == to
-    signal.signal(signal.SIGALRM, before)
     return caught
 
 
-def test_an_interrupted_call_leaves_the_link_to_others(make_job: Callable[..., Job]) -> None:
+# Calls.
+
+ran: list[int] = []
+
+
+def note(number: int) -> int:
+    ran.append(number)
+    return number
+
+
+def noted() -> list[int]:
+    return ran
+
+
+def interrupt_calls(to: str, times: int, seed: int = SEED) -> int:
+    """Each call runs at most once, and each that returned has run; the link stays what it was."""
+    numbers = iter(range(times))
+    returned: list[int] = []
+    rpc.rpc_sync(to, note, args=(-1,))
+    link = current_link(to)
+
+    def call() -> None:
+        number = next(numbers)
+        assert rpc.rpc_sync(to, note, args=(number,), timeout=20) == number
+        returned.append(number)
+
+    caught = interrupt_often(call, times, seed, LONGEST)
+    all_that_ran = rpc.rpc_sync(to, noted, timeout=20)[1:]
+    assert sorted(set(all_that_ran)) == sorted(all_that_ran)
+    assert set(returned) <= set(all_that_ran)
+    assert current_link(to) is link
+    return caught
+
+
+def current_link(to: str) -> object:
+    agent: Any = current_node().transport
+    outgoing = agent._outgoing[rpc.get_worker_info(to).id]
+    return outgoing.link.stream
+
+
+def test_an_interrupted_call_leaves_the_link_as_it_was(make_job: MakeJob) -> None:
+    assert make_job("a", "b")["a"].do(interrupt_calls, "b", 400) > 20
+
+
+def interrupt_all_ways(to: str, times: int, seed: int = SEED) -> int:
+    """Small and large, waited for or not, with references among the results."""
+    tensor, large = torch.arange(8.0), torch.ones(1 << 18)
+
+    def call_in_all_ways() -> None:
+        futures = [rpc.rpc_async(to, torch.add, args=(tensor, n)) for n in range(4)]
+        reference = rpc.remote(to, torch.mul, args=(tensor, 2))
+        assert rpc.rpc_sync(to, torch.sum, args=(large,), timeout=20) == 1 << 18
+        assert torch.equal(reference.to_here(timeout=20), 2 * tensor)
+        for number, future in enumerate(futures):
+            assert torch.equal(future.wait(), tensor + number)
+
+    caught = interrupt_often(call_in_all_ways, times, seed, 4 * LONGEST)
+    call_in_all_ways()
+    return caught
+
+
+def held() -> tuple[int, ...]:
+    """What a worker keeps for others, and what it waits for."""
+    gc.collect()
+    info = rpc.debug_info()
+    return info["references"]["owned"], len(info["calls in flight"])
+
+
+def settles(process: Process, work: Callable[[], object], wanted: object) -> bool:
+    until = time.monotonic() + 20
+    while process.do(work) != wanted and time.monotonic() < until:
+        time.sleep(0.02)
+    return bool(process.do(work) == wanted)
+
+
+def test_whatever_way_of_calling_is_interrupted_nothing_is_kept(make_job: MakeJob) -> None:
     job = make_job("a", "b")
-    assert job["a"].do(interrupt_often, "b") > INTERRUPTS / 20
+    assert job["a"].do(interrupt_all_ways, "b", 200) > 20
+    assert settles(job["b"], held, (0, 0))
+    assert settles(job["a"], held, (0, 0))
 
 
-def test_one_interrupt_is_raised_once(make_job: Callable[..., Job]) -> None:
-    """What was put off is knocked about until it is raised, and then no more."""
-    assert make_job("a")["a"].do(raise_put_off_while_knocking)
+# Passes.
 
 
-def raise_put_off_while_knocking() -> bool:
-    for _ in range(20):
-        knocking = threading.Thread(target=interrupts._knock)
-        with pytest.raises(KeyboardInterrupt):
-            be_interrupted(knocking)
-        knocking.join()
-        interrupts._knocked = True
-        _thread.interrupt_main()
+def interrupt_passes(to: str, times: int, seed: int = SEED) -> int:
+    x = torch.randn(8, 4, requires_grad=True)
+    weight = torch.randn(4, 2, requires_grad=True)
+
+    def run_a_pass() -> None:
+        with autograd.context() as context:
+            product = rpc.rpc_sync(to, torch.matmul, args=(x, weight), timeout=20)
+            loss = rpc.rpc_async(to, torch.sum, args=(product,), timeout=20).wait()
+            autograd.backward(context, [loss])
+            gradients = autograd.get_gradients(context)
+        assert torch.allclose(gradients[x], weight.sum(1).expand(8, 4))
+        assert torch.allclose(gradients[weight], x.sum(0)[:, None].expand(4, 2), atol=1e-5)
+
+    run_a_pass()
+    caught = interrupt_often(run_a_pass, times, seed, 3 * LONGEST)
+    run_a_pass()
+    return caught
+
+
+def contexts() -> int:
+    return len(current_node().services["autograd"].container)
+
+
+def test_an_interrupted_pass_leaves_the_next_ones_right(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    assert job["a"].do(interrupt_passes, "b", 200) > 20
+    assert settles(job["b"], contexts, 0)
+
+
+# Handlers.
+
+
+def test_a_handler_is_the_programs_own_to_see(make_job: MakeJob) -> None:
+    assert make_job("a")["a"].do(sees_its_own_handlers)
+
+
+def sees_its_own_handlers() -> bool:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.signal(signal.SIGUSR2, be_late)
+    assert before is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR2) is be_late
+    assert signal.signal(signal.SIGUSR2, signal.SIG_DFL) is be_late
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    with pytest.raises((OSError, ValueError)):
+        signal.signal(signal.SIGKILL, be_late)
     return True
 
 
-def be_interrupted(knocking: threading.Thread) -> None:
-    interrupts._put_off_since = time.monotonic()
-    knocking.start()
-    interrupts.raise_if_put_off()
+def test_one_signal_is_handled_once(make_job: MakeJob) -> None:
+    """What was put off is knocked about until it has run, and then no more."""
+    assert make_job("a")["a"].do(handle_while_knocking) == 50
+
+
+def handle_while_knocking() -> int:
+    handled: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
+    main = threading.main_thread().ident
+    assert main is not None
+    for _ in range(50):
+        interrupts.put_off[int(signal.SIGUSR2)] = None
+        knocking = threading.Thread(target=interrupts._knock, args=(main,))
+        knocking.start()
+        interrupts.run_put_off()
+        knocking.join()
+    return len(handled)
+
+
+def test_a_handler_that_is_replaced_while_it_is_put_off_is_run(make_job: MakeJob) -> None:
+    assert make_job("a")["a"].do(replace_what_is_put_off)
+
+
+def replace_what_is_put_off() -> bool:
+    signal.signal(signal.SIGUSR2, be_late)
+    interrupts.put_off[int(signal.SIGUSR2)] = None
+    with pytest.raises(Late):
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    return not interrupts.put_off
+
+
+def test_after_the_job_handlers_are_as_before(make_job: MakeJob) -> None:
+    assert make_job("a")["a"].do(handlers_after_the_job)
+
+
+def handlers_after_the_job() -> bool:
+    signal.signal(signal.SIGUSR2, be_late)
+    rpc.shutdown()
+    import _signal  # type: ignore[import-not-found]
+
+    return _signal.getsignal(signal.SIGUSR2) is be_late and _signal.signal is interrupts._set
+
+
+# Waits.
+
+
+def wait_too_long(to: str) -> float:
+    """Seconds after which an alarm ends a call."""
+    started = time.monotonic()
+    with pytest.raises(Late), alarms() as set_alarm:
+        set_alarm(0.05)
+        rpc.rpc_sync(to, time.sleep, args=(5,))
+    return time.monotonic() - started
+
+
+def test_an_alarm_ends_a_wait_soon(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    job["a"].do(rpc.rpc_sync, "b", functions.nothing)
+    assert job["a"].do(wait_too_long, "b") < 2
+    assert job["a"].do(wait_too_long, "a") < 2
+    assert job["a"].do(rpc.rpc_sync, "b", functions.who_am_i) == "b"
+
+
+def send_to_one_who_does_not_read(to: str) -> float:
+    started = time.monotonic()
+    with pytest.raises(Late), alarms() as set_alarm:
+        set_alarm(0.2)
+        while True:
+            rpc.rpc_async(to, functions.nothing_with, args=(b"x" * (1 << 22),), timeout=30)
+    return time.monotonic() - started
+
+
+def test_an_alarm_ends_a_write_that_does_not_get_on_and_loses_nothing(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    job["a"].do(rpc.rpc_sync, "b", functions.nothing)
+    job["b"].signal(signal.SIGSTOP)
+    try:
+        assert job["a"].do(send_to_one_who_does_not_read, "b") < 3
+    finally:
+        job["b"].signal(signal.SIGCONT)
+    assert job["a"].do(rpc.rpc_sync, "b", functions.who_am_i) == "b"

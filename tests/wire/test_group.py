@@ -362,7 +362,7 @@ def test_who_sends_and_is_interrupted_may_change_its_tensors(
     a, b = links
     x = numbers(30_000_000)
     was = x.numpy().tobytes()
-    monkeypatch.setattr("telegrad.wire.group.Transfer.wait", interrupt_instead)
+    monkeypatch.setattr("telegrad.wire.group.Transfer.has_ended", interrupt_instead)
     sender = sending(a, x)
     assert sender.ended()
     assert isinstance(sender.error, KeyboardInterrupt)

@@ -31,11 +31,11 @@ from telegrad.launch.processes import LocalProcesses
 from telegrad.launch.script import find_main, is_installing
 from telegrad.launch.store import host_store
 from telegrad.launch.worker import seed_everything
-from telegrad.rpc import interrupts
 from telegrad.rpc.api import is_initialized
 from telegrad.rpc.arguments import check_seconds, check_whole
 from telegrad.rpc.room import room_to
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire import interrupts
 from telegrad.wire.group import check_backend
 
 T = TypeVar("T")

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from telegrad.rpc.calls import Pending
+from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.closing import IT_IS_OVER
 from telegrad.rpc.errors import NoRoom, TelegradError, UnknownWorker, WorkerLost
 from telegrad.rpc.futures import runs_callbacks
 from telegrad.rpc.incoming import Incoming
-from telegrad.rpc.interrupts import raise_if_put_off
 from telegrad.rpc.lookout import Lookout
 from telegrad.rpc.loopback import Loopback
 from telegrad.rpc.meeting import (
@@ -46,6 +45,7 @@ from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.vitals import Vital
 from telegrad.rpc.watch import QUICK_TICK, TICK, Watch
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire import interrupts
 from telegrad.wire.address import Unreachable
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Kind
@@ -124,7 +124,7 @@ class Agent:
     def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
         worker = pending.callee.id
         try:
-            outgoing = self._outgoing.get(worker) or self._reach(worker, pending.deadline)
+            outgoing = self._outgoing.get(worker) or self._reach_for(pending)
             outgoing.call(pending, packed, note)
         except _NotInTime:
             self.node.calls.expire_one(pending)
@@ -146,6 +146,11 @@ class Agent:
         if pending.deadline < self.node.calls.next_deadline and pending.completion:
             self.node.calls.look_by(pending.deadline)
             self.watch.poke()
+
+    def interrupted(self, pending: Pending) -> None:
+        """Its caller is gone before the call has left: nobody will answer it."""
+        if self.node.calls.take(pending.callee.id, pending.call_id) is not None:
+            self.node.never_left(pending)
 
     def post(self, to: int, packed: Packed, note: bytes) -> None:
         try:
@@ -169,7 +174,8 @@ class Agent:
         self.blocking()
         # A worker that is just being lost has no link any more, and its calls are not settled yet.
         (self._outgoing.get(pending.callee.id) or self._loopback).wait(pending, until)
-        raise_if_put_off()
+        if interrupts.put_off:
+            interrupts.run_put_off()
 
     def attend(self, pending: Pending) -> None:
         outgoing = self._outgoing.get(pending.callee.id)
@@ -291,6 +297,38 @@ class Agent:
             return made
         finally:
             gate.release()
+
+    def _reach_for(self, pending: Pending) -> Outgoing | Loopback:
+        """As `_reach`. A handler may raise what a connect that fails raises, so the main thread,
+        which runs handlers, does not connect itself: it can be interrupted while another does."""
+        worker, deadline = pending.callee.id, pending.deadline
+        if threading.current_thread() is not threading.main_thread():
+            return self._reach(worker, deadline)
+        latch = latched()
+        outcome: list[Outgoing | Loopback | BaseException] = []
+
+        def reach() -> None:
+            try:
+                outcome.append(self._reach(worker, deadline))
+            except BaseException as error:
+                outcome.append(error)
+            finally:
+                latch.release()
+
+        self.threads.run(reach)
+        try:
+            interrupts.await_latch(latch)
+        except BaseException:
+            self.interrupted(pending)
+            raise
+        reached = outcome.pop()
+        if not isinstance(reached, BaseException):
+            return reached
+        try:
+            raise reached
+        finally:
+            # Its traceback knows this frame: without this the two would keep each other.
+            del reached
 
     def _find(self, worker: int) -> Member:
         try:

@@ -13,7 +13,6 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from telegrad.rpc import interrupts
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.arguments import check_bound, check_seconds, check_whole
 from telegrad.rpc.closing import IT_IS_OVER, Closing
@@ -35,6 +34,7 @@ from telegrad.rpc.rref import RRef, remote_reference
 from telegrad.rpc.runtime import ThreadRuntime, Threads
 from telegrad.rpc.store import open_store
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire import interrupts
 from telegrad.wire.address import is_loopback
 from telegrad.wire.codec import Trust
 from telegrad.wire.group import check_backend
@@ -210,11 +210,13 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
                 _await_own_calls(node, timeout)
             _within(node, partial(_release, node))
     finally:
-        _within(node, node.services["rendezvous"].leave)
-        set_process_node(None)
-        agent.close(job_is_over=node.services["closing"].is_over())
-        agent.threads.close()
-        interrupts.uninstall()
+        try:
+            _within(node, node.services["rendezvous"].leave)
+        finally:
+            set_process_node(None)
+            agent.close(job_is_over=node.services["closing"].is_over())
+            agent.threads.close()
+            interrupts.uninstall()
 
 
 def _await_own_calls(node: Node, timeout: float) -> None:
@@ -274,8 +276,16 @@ def rpc_sync(
     _check(func, args, kwargs)
     pending = node.call(node.members.find(to), func, args or (), kwargs, timeout)
     if not pending.done:
-        node.transport.wait(pending)
-    return node.outcome(pending)
+        try:
+            node.transport.wait(pending)
+        except BaseException:
+            node.abandon(pending)
+            raise
+    value = node.outcome(pending)
+    # The last step: whoever ends a timer of its own thereafter hears nothing of it any more.
+    if interrupts.put_off:
+        interrupts.run_put_off()
+    return value
 
 
 def rpc_async(
@@ -291,7 +301,10 @@ def rpc_async(
         return traced
     node = current_node()
     _check(func, args, kwargs)
-    return begin_async(node, node.members.find(to), func, args or (), kwargs, timeout)
+    future = begin_async(node, node.members.find(to), func, args or (), kwargs, timeout)
+    if interrupts.put_off:
+        interrupts.run_put_off()
+    return future
 
 
 def remote(
@@ -307,7 +320,10 @@ def remote(
         return traced
     node = current_node()
     _check(func, args, kwargs)
-    return remote_reference(node, node.members.find(to), func, args or (), kwargs, timeout)
+    reference = remote_reference(node, node.members.find(to), func, args or (), kwargs, timeout)
+    if interrupts.put_off:
+        interrupts.run_put_off()
+    return reference
 
 
 def _traced() -> Any:

@@ -12,10 +12,10 @@ import threading
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.calls import Pending, latched
-from telegrad.rpc.interrupts import may_be_interrupted
 from telegrad.rpc.node import Reply
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.interrupts import await_latch
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -82,7 +82,6 @@ class Loopback:
         if pending.completion:
             self._agent.complete_elsewhere([pending])
 
-    @may_be_interrupted
     def wait(self, pending: Pending, until: float = math.inf) -> None:
         if pending.latch is None:
             pending.latch = latched()
@@ -93,7 +92,13 @@ class Loopback:
             elif until <= now:
                 return
             else:
-                pending.latch.acquire(timeout=min(pending.deadline, until, now + 3600.0) - now)
+                ends = min(pending.deadline, until, now + 3600.0)
+                try:
+                    await_latch(pending.latch, ends - now)
+                except BaseException:
+                    if pending.done:
+                        pending.wake()
+                    raise
         pending.wake()
 
     def attend(self) -> None:

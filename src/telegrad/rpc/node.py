@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -249,8 +250,20 @@ class Node:
     def wait(self, pending: Pending) -> Any:
         """The result of a call, or its error."""
         if not pending.done:
-            self.transport.wait(pending)
+            try:
+                self.transport.wait(pending)
+            except BaseException:
+                self.abandon(pending)
+                raise
         return self.outcome(pending)
+
+    def abandon(self, pending: Pending) -> None:
+        """Its only caller was interrupted: what the answer refers to has to be let go all the same,
+        when it comes or if it is here."""
+        self.drop(pending)
+        frame = pending.frame
+        if frame is not None:
+            self.runtime.spawn(partial(self.discard, pending.callee.id, frame))
 
     def drop(self, pending: Pending) -> None:
         """Nobody wants the answer any more: who waits for it is let go, with neither."""

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING
 
 from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.cargo import Cargo, weigh
-from telegrad.rpc.interrupts import may_be_interrupted, raise_if_put_off
 from telegrad.rpc.members import Member
 from telegrad.rpc.watch import ENDED, READABLE
+from telegrad.wire import interrupts
 from telegrad.wire.codec import Packed
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import Frame, Kind
@@ -116,7 +116,6 @@ class Outgoing:
         if self._reader == get_ident():
             self._give_up_reading()
 
-    @may_be_interrupted
     def _await_turn(self, pending: Pending, until: float) -> bool:
         """Wait until the call is settled or the reading role is ours. True: read on."""
         latch = pending.latch
@@ -130,9 +129,13 @@ class Outgoing:
                 elif until <= time_is:
                     break
                 else:
-                    latch.acquire(timeout=min(pending.deadline, until, time_is + 3600.0) - time_is)
+                    ends = min(pending.deadline, until, time_is + 3600.0)
+                    interrupts.await_latch(latch, ends - time_is)
         except BaseException:
-            # Interrupted: an heir that is not there would keep all others from reading.
+            # Interrupted: an heir that is not there would keep all others from reading, and another
+            # thread that waits for the same call would not be woken.
+            if pending.done:
+                pending.wake()
             if self._leave_queue(pending):
                 self._give_up_reading()
             raise
@@ -164,7 +167,7 @@ class Outgoing:
                 self._disarm()
             while not pending.done:
                 if self._take_one(link) is None:
-                    raise_if_put_off()
+                    interrupts.run_put_off()
                     time_is = now()
                     if pending.deadline <= time_is:
                         self.agent.node.calls.expire_one(pending)
@@ -378,6 +381,11 @@ class Outgoing:
                 node.calls.expire_one(pending)
             if pending.done:
                 return
+            try:
+                interrupts.run_put_off()
+            except BaseException:
+                self.agent.interrupted(pending)
+                raise
             if not self._read_some():
                 time.sleep(PAUSE_FOR_ROOM)
 

@@ -8,6 +8,7 @@ transport waits through these and nothing else, so that the same code runs in bo
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 import weakref
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from telegrad.rpc.interrupts import may_be_interrupted
+from telegrad.wire import interrupts
 from telegrad.wire.at_exit import leave_threads_behind
 
 
@@ -149,10 +150,16 @@ class _Condition(threading.Condition):
         super().__init__()
         self._runtime = runtime
 
-    @may_be_interrupted
     def wait(self, timeout: float | None = None) -> bool:
         self._runtime.transport.blocking()
-        return super().wait(timeout)
+        ends = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            at_a_time = interrupts.at_a_time(ends - time.monotonic())
+            if super().wait(at_a_time):
+                return True
+            interrupts.run_put_off()
+            if time.monotonic() >= ends:
+                return False
 
 
 class ThreadRuntime:

@@ -123,11 +123,6 @@ class Transfer:
         self._ended = threading.Event()
         self._error: str | None = None
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Until it has ended. `GroupFailed` if it did not end well, or not in time."""
-        if not self.has_ended(seconds):
-            raise GroupFailed("the time for it was over before a tensor had arrived")
-
     def has_ended(self, seconds: float | None) -> bool:
         """Whether it ends in that time. `GroupFailed` if it did not end well."""
         ended = self._ended.wait(seconds)

@@ -27,12 +27,14 @@ to one at a time of each, so the order is kept.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from telegrad.wire import interrupts
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import GROUP, INLINE, SPLIT
 from telegrad.wire.stream import Stream
@@ -40,7 +42,6 @@ from telegrad.wire.stream import Stream
 THRESHOLD = 1 << 22
 """Bytes. Below it the threads that have to be woken take longer than they save. Half of it, which
 is in the frame, never fits a small frame: those know no lanes."""
-_LONGEST_WAIT = 3600.0
 _READY = b"R"
 
 Run = Callable[[Callable[[], object]], None]
@@ -159,8 +160,8 @@ class Lane:
         with self._changed:
             while self._released < number and not self._closed:
                 left = deadline - time.monotonic()
-                self._overdue |= left <= 0
-                self._changed.wait(min(left, _LONGEST_WAIT) if left > 0 else None)
+                self._overdue |= left <= 0 or interrupts.has_put_off()
+                self._changed.wait(interrupts.at_a_time(left if left > 0 else math.inf))
 
     def _send_all(self) -> None:
         number = 0

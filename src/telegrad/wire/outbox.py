@@ -16,12 +16,12 @@ import math
 import time
 from collections.abc import Iterable
 
+from telegrad.wire import interrupts
 from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, Connection, LinkClosed
 from telegrad.wire.frames import HEADER, HEADER_SIZE, Kind
 
 QUEUE_BYTES = 8 << 20
 LATER_BYTES = 1 << 14
-LONGEST_WAIT = 3600.0
 
 Turn = tuple[list[Bytes], int, int]
 """What its writer has to write: the parts, their size, and the last ticket among them."""
@@ -78,8 +78,8 @@ class Outbox(Connection):
                 if self.closed:
                     raise LinkClosed("the link was closed while a message waited to be written")
                 left = deadline - time.monotonic()
-                self._overdue |= left <= 0
-                self._changed.wait(min(left, LONGEST_WAIT) if left > 0 else None)
+                self._overdue |= left <= 0 or interrupts.has_put_off()
+                self._changed.wait(interrupts.at_a_time(left if left > 0 else math.inf))
         finally:
             self._awaiting -= 1
 
@@ -144,7 +144,7 @@ class Outbox(Connection):
                 self.while_blocked()
                 if self.broken or self.closed:
                     return []
-                if self._overdue or time.monotonic() >= deadline:
+                if self._overdue or time.monotonic() >= deadline or interrupts.has_put_off():
                     return views
             else:
                 views = _rest(views, sent)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from telegrad.wire import interrupts
 from telegrad.wire.connection import SMALL_FRAME, Borrowed, LinkClosed
 from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, ONE_ROW, head_of
 from telegrad.wire.group import GroupFailed, TensorGroup, Transfer
@@ -209,7 +210,9 @@ class Sending(Outbox):
         """Until the peer has the tensors. If it cannot be, they will go inline, by a resend."""
         try:
             for transfer in transfers:
-                transfer.wait(None if deadline == math.inf else deadline - time.monotonic())
+                while not transfer.has_ended(interrupts.at_a_time(deadline - time.monotonic())):
+                    if interrupts.has_put_off() or time.monotonic() >= deadline:
+                        raise GroupFailed("the time for it was over before a tensor had arrived")
         except BaseException as error:
             # Also if the caller is interrupted: from now on it may change its tensors.
             with self._lock:

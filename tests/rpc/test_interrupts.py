@@ -35,11 +35,12 @@ def be_late(number: int, frame: object) -> None:
 
 
 @contextmanager
-def alarms() -> Iterator[Callable[[float], None]]:
-    """Set alarms that raise, and hear nothing of them afterwards."""
+def alarm_in(seconds: float) -> Iterator[None]:
+    """Have an alarm that raises, and hear nothing of it afterwards."""
     before = signal.signal(signal.SIGALRM, be_late)
     try:
-        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -51,8 +52,7 @@ def interrupt_often(work: Callable[[], object], times: int, seed: int, longest: 
     caught = 0
     for _ in range(times):
         try:
-            with alarms() as set_alarm:
-                set_alarm(draw.uniform(1e-5, longest))
+            with alarm_in(draw.uniform(1e-5, longest)):
                 work()
         except Late:
             caught += 1
@@ -242,8 +242,7 @@ def handlers_after_the_job() -> bool:
 def wait_too_long(to: str) -> float:
     """Seconds after which an alarm ends a call."""
     started = time.monotonic()
-    with pytest.raises(Late), alarms() as set_alarm:
-        set_alarm(0.05)
+    with pytest.raises(Late), alarm_in(0.05):
         rpc.rpc_sync(to, time.sleep, args=(5,))
     return time.monotonic() - started
 
@@ -256,12 +255,15 @@ def test_an_alarm_ends_a_wait_soon(make_job: MakeJob) -> None:
     assert job["a"].do(rpc.rpc_sync, "b", functions.who_am_i) == "b"
 
 
+def send_for_ever(to: str) -> None:
+    while True:
+        rpc.rpc_async(to, functions.nothing_with, args=(b"x" * (1 << 22),), timeout=30)
+
+
 def send_to_one_who_does_not_read(to: str) -> float:
     started = time.monotonic()
-    with pytest.raises(Late), alarms() as set_alarm:
-        set_alarm(0.2)
-        while True:
-            rpc.rpc_async(to, functions.nothing_with, args=(b"x" * (1 << 22),), timeout=30)
+    with pytest.raises(Late), alarm_in(0.2):
+        send_for_ever(to)
     return time.monotonic() - started
 
 

@@ -24,10 +24,10 @@ def call_and_time(worker: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begun
 
 
-def compute_without_a_pause() -> float:
+def compute_without_a_pause(numbers: int = 80_000_000) -> float:
     """One call of C code that holds the interpreter all the time."""
     begun = time.monotonic()
-    sum(range(80_000_000))
+    sum(range(numbers))
     return time.monotonic() - begun
 
 
@@ -47,6 +47,20 @@ def test_a_busy_interpreter_is_not_lost(make_job: MakeJob) -> None:
     taken = job["a"].do(rpc.rpc_sync, "b", compute_without_a_pause)
     assert taken > 1.0, "it was not busy for longer than the liveness time"
     assert job["a"].do(rpc.rpc_sync, "b", functions.echo, ("well",)) == "well"
+
+
+@pytest.mark.slow
+def test_a_worker_that_computes_for_a_minute_in_c_is_not_lost(make_job: MakeJob) -> None:
+    """With the time after which silence is death as it is by default: 5 s."""
+    job = make_job("a", "b")
+    pace = job["b"].do(compute_without_a_pause) / 80_000_000
+    numbers = int(75 / pace)
+    call = job["a"].begin(rpc.rpc_sync, "b", compute_without_a_pause, args=(numbers,), timeout=300)
+    taken = call.result(300)
+    assert taken > 60, f"it was busy for {taken:.0f} s only"
+    for name, other in (("a", "b"), ("b", "a")):
+        assert job[name].do(rpc.rpc_sync, other, functions.echo, ("well",)) == "well"
+        assert job[name].do(rpc.debug_info)["lost workers"] == {}
 
 
 def test_a_killed_worker_is_lost_at_once_for_all_its_peers(make_job: MakeJob) -> None:

@@ -1,0 +1,332 @@
+"""A member of a job says one thing that is not so: who is believed, and that nothing stays.
+
+`liars.py` tries such lies by chance and by the thousand; here each that once did harm stands alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from telegrad import rpc
+from telegrad.autograd.context import WORKER_SHIFT
+from telegrad.autograd.crossing import pack_note
+from telegrad.autograd.messages import Begin, History, Options, encode
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.node import current_node
+from telegrad.rpc.references import (
+    Fence,
+    Fenced,
+    ForkId,
+    ReferenceId,
+    References,
+    Register,
+    Transfer,
+)
+from telegrad.rpc.values import MAX_EARLY, _Inbox
+from telegrad.wire.codec import pack
+from telegrad.wire.frames import Kind
+from tests.rpc import data_functions as functions
+from tests.rpc.fleet import Job, Nursery
+from tests.rpc.test_data_limits import (
+    A,
+    B,
+    C,
+    call,
+    contexts,
+    forget,
+    kept,
+    passes_kept,
+    references,
+    service,
+    wait_until,
+)
+from tests.rpc.test_data_only import MakeJob, make_parties, send_raw  # noqa: F401 (a fixture)
+
+
+def say(to: int, *message: Any) -> None:
+    """The next message of the reference protocol, whatever it is."""
+    node = current_node()
+    lane = node.values._lanes.get(to)
+    numbers.setdefault(to, lane.sent if lane is not None else 0)
+    numbers[to] += 1
+    node.post(to, "reference", (numbers[to], message))
+
+
+numbers: dict[int, int] = {}
+
+
+def lost() -> dict[str, str]:
+    found: dict[str, str] = rpc.debug_info()["lost workers"]
+    return found
+
+
+def names_of_lost() -> list[str]:
+    return sorted(lost())
+
+
+# Who is gone.
+
+
+def acquaint(job: Job) -> Job:
+    for one, other in itertools.permutations("abc", 2):
+        job[one].do(call, other, functions.scale, 1)
+    return job
+
+
+@pytest.fixture
+def three(make_parties: MakeJob) -> Job:  # noqa: F811
+    return acquaint(make_parties("a", "b", "c"))
+
+
+@pytest.fixture(scope="module")
+def lasting(nursery: Nursery) -> Iterator[Job]:
+    """For lies that cost nobody the job. The numbers of a's messages to b are out of order soon."""
+    job = Job(nursery, ("a", "b", "c"), trust="data")
+    for name in "abc":
+        job[name].do(functions.what_ran)  # imports the module
+    yield acquaint(job)
+    job.abandon()
+
+
+def test_who_says_that_a_worker_is_gone_which_answers_goes_if_its_id_is_higher(
+    three: Job,
+) -> None:
+    three["c"].do(say, B, "fence", (A,))
+    wait_until(three, "b", names_of_lost, ["c"])
+    assert three["b"].do(lost)["c"] == "it says that worker 'a' is gone, which answers here"
+    assert three["a"].do(call, "b", functions.scale, 2) == 4
+    assert three["b"].do(call, "a", functions.scale, 2) == 4
+
+
+def test_who_has_the_lower_id_is_believed(three: Job) -> None:
+    three["a"].do(say, B, "fence", (C,))
+    wait_until(three, "b", names_of_lost, ["c"])
+    assert three["b"].do(lost)["c"] == "worker 'a' reports that it is gone"
+    assert three["a"].do(call, "b", functions.scale, 2) == 4
+
+
+@pytest.mark.parametrize("number", [B, -1, 1 << 16, 1 << 70, True, "a"])
+def test_neither_itself_nor_what_no_worker_can_be_does_a_worker_count_as_gone(
+    lasting: Job, number: Any
+) -> None:
+    lasting["a"].do(say, B, "fence", (number,))
+    assert lasting["a"].do(call, "b", functions.scale, 2) == 4
+    assert lasting["b"].do(lost) == {}
+
+
+# References.
+
+
+def reference_of(rref: Any) -> tuple[int, int, int]:
+    owner, created_on, number = rref._reference
+    return owner, created_on, number
+
+
+def handles() -> int:
+    return int(rpc.debug_info()["references"]["handles"])
+
+
+def bring_home(to: str, giver: int) -> str:
+    """A reference to a value of `to`, as if `giver` sent it."""
+    rref = call(to, functions.give_reference, 1)
+    kept.append(rref)
+    return send_transfers(to, [(reference_of(rref), (giver, 99))])
+
+
+def send_transfers(to: str, transfers: list[Any]) -> str:
+    """Call with references that are made up."""
+    node = current_node()
+    made = []
+    for reference, fork in transfers:
+        rref: Any = object.__new__(rpc.RRef)
+        rref._node, rref._reference = node, ReferenceId(*reference)
+        rref._handle = ForkId(*fork)
+        made.append(rref)
+    share = node.values.share
+    node.values.share = lambda handle, worker: Transfer(  # type: ignore[method-assign]
+        next(each._reference for each in made if each._handle == handle), handle
+    )
+    try:
+        return send_raw(to, (functions.take, tuple(made), {}))
+    finally:
+        node.values.share = share  # type: ignore[method-assign]
+        for each in made:
+            lies.append(each)
+
+
+lies: list[Any] = []
+"""Made-up references must not die: their death would be told to the core."""
+
+
+@pytest.mark.parametrize("giver", [A, B])
+def test_a_reference_that_another_is_said_to_send_is_refused_and_leaves_no_handle(
+    lasting: Job, giver: int
+) -> None:
+    told = lasting["c"].do(bring_home, "b", giver)
+    assert "says that another worker sent it" in told, told
+    wait_until(lasting, "b", handles, 0)
+    lasting["c"].do(forget)
+    wait_until(lasting, "b", references, {})
+
+
+def give_twice(to: str) -> str:
+    me = current_node().info.id
+    transfer = ((me, me, 7), (me, 8))
+    return send_transfers(to, [transfer]) + " | " + send_transfers(to, [transfer])
+
+
+def test_a_reference_that_comes_twice_is_refused_and_the_first_is_let_go(lasting: Job) -> None:
+    told = lasting["c"].do(give_twice, "b")
+    assert "answered 1 | " in told
+    assert "came a second time" in told
+    lasting["b"].do(functions.drop_all)
+    wait_until(lasting, "b", references, {})
+
+
+def test_a_registration_for_one_that_is_fenced_leaves_no_promise() -> None:
+    owner = References(0)
+    for worker in (1, 2):
+        owner.worker_joined(worker)
+    owner.worker_lost(2, "killed")
+    reference = ReferenceId(0, 1, 5)
+    owner.receive(1, Register(Transfer(ReferenceId(0, 1, 4), ForkId(1, 1)), 2))
+    owner.receive(1, Fenced(2))
+    assert owner.debug_info()["owned"] == 0
+    owner.receive(1, Register(Transfer(reference, ForkId(1, 2)), 2))
+    assert owner.debug_info() == References(0).debug_info()
+
+
+def ask_for_what_never_comes(to: str) -> str:
+    """A fetch of a value that, so it says, c will have made."""
+    node = current_node()
+    pending = node.calls.begin(node.members.find(to), "fetch", 30, node.runtime.now())
+    agent = node.transport
+    assert isinstance(agent, Agent)
+    meta = pack(("fetch", ((B, C, 12345),), {})).meta
+    agent._outgoing[B].link.send(Kind.CALL, pending.call_id, meta)  # type: ignore[union-attr]
+    return "asked"
+
+
+def waiters() -> int:
+    return int(rpc.debug_info()["references"]["waiters"])
+
+
+def test_who_waits_for_a_value_for_the_sake_of_a_lost_worker_is_let_go(three: Job) -> None:
+    three["a"].do(ask_for_what_never_comes, "b")
+    wait_until(three, "b", waiters, 1)
+    three["a"].kill()
+    wait_until(three, "b", waiters, 0)
+    assert three["c"].do(call, "b", functions.scale, 2) == 4
+
+
+def test_messages_that_are_ahead_of_their_turn_are_bounded() -> None:
+    inbox = _Inbox()
+    with pytest.raises(ValueError, match="out of turn"):
+        inbox.keep(MAX_EARLY + 1, Fence((1,)))
+    everyone = Fence(tuple(range(1 << 16)))
+    inbox.keep(2, everyone)
+    inbox.keep(3, everyone)
+    with pytest.raises(ValueError, match="out of turn"):
+        inbox.keep(4, everyone)
+    assert inbox.begin_next() is None
+
+
+# Autograd.
+
+
+def speak_of_context(to: int, origin: int, number: int) -> None:
+    """A call under a context that its origin never made."""
+    node = current_node()
+    agent = node.transport
+    assert isinstance(agent, Agent)
+    pending = node.calls.begin(node.members.member(to).info, functions.scale, 30, 0.0)
+    pending.deadline = node.runtime.now() + 30
+    note = pack_note((origin << WORKER_SHIFT) + number)
+    meta = pack((functions.scale, (2,), {})).meta
+    agent._outgoing[to].link.send(Kind.CALL, pending.call_id, meta, note=note)  # type: ignore[union-attr]
+    assert node.wait(pending) == 4
+
+
+def test_a_context_in_the_name_of_another_goes_with_who_spoke_of_it(three: Job) -> None:
+    three["a"].do(speak_of_context, B, C, 1000)
+    wait_until(three, "b", contexts, 1)
+    three["a"].kill()
+    wait_until(three, "b", contexts, 0)
+
+
+def tell_census(to: int, origin: int) -> None:
+    current_node().post(to, "autograd.release", (origin, 1, 1 << 60, (1, 2, 3)))
+
+
+def census_of() -> list[int]:
+    return sorted(service().container._census)
+
+
+def test_a_census_of_who_is_not_in_the_job_is_not_kept(lasting: Job) -> None:
+    for origin in (3, 77, 1 << 40):
+        lasting["a"].do(tell_census, B, origin)
+    lasting["a"].do(tell_census, B, C)
+    wait_until(lasting, "b", census_of, [C])
+
+
+def tell_history(to: int, over_below: int) -> None:
+    node = current_node()
+    context = service().new_context()
+    pass_id = (node.info.id << WORKER_SHIFT) + 5
+    node.post(
+        to,
+        "autograd.pass",
+        encode(context.id, pass_id, Begin(Options(), History(over_below))),
+    )
+
+
+def bounds_kept() -> list[int]:
+    return [bound for c in service().container for bound in c.passes._bounds]
+
+
+def test_a_pass_tells_of_the_passes_of_its_initiator_only(lasting: Job) -> None:
+    lasting["a"].do(tell_history, B, (C << WORKER_SHIFT) + 9)
+    wait_until(lasting, "b", passes_kept, 1)
+    assert lasting["b"].do(bounds_kept) == []
+    lasting["a"].do(tell_history, B, (A << WORKER_SHIFT) + 2)
+    wait_until(lasting, "b", bounds_kept, [A])
+
+
+def flood_pass(to: int, count: int) -> list[str]:
+    """Say more in a pass than there is to say, while nobody can take it in."""
+    node = current_node()
+    context = service().new_context()
+    begin = encode(context.id, (node.info.id << WORKER_SHIFT) + 1, Begin(Options(), History()))
+    for _ in range(count):
+        node.post(to, "autograd.pass", begin)
+    return []
+
+
+def hold_drivers() -> None:
+    """From now on whoever drives a pass here waits for the gate."""
+    from telegrad.autograd.participant import Participant
+
+    handle_all = Participant._handle_all
+
+    def wait_and_handle(participant: Participant, batch: Any) -> None:
+        current_node().transport.blocking()
+        functions._gate.wait(30)
+        handle_all(participant, batch)
+
+    Participant._handle_all = wait_and_handle  # type: ignore[method-assign]
+
+
+def events_waiting() -> int:
+    return sum(len(part._inbox) for c in service().container for part in c.participants.values())
+
+
+def test_what_waits_for_the_driver_of_a_pass_is_bounded(three: Job) -> None:
+    three["b"].do(hold_drivers)
+    three["a"].do(flood_pass, B, 500)
+    assert three["a"].do(call, "b", functions.scale, 2) == 4
+    assert three["b"].do(events_waiting) <= 66
+    three["b"].do(functions.open_gate)

@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 
 import telegrad
 from telegrad import rpc
+from telegrad.rpc.node import current_node
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Nursery
 
@@ -57,6 +58,21 @@ def test_a_call_for_which_there_is_no_descriptor_says_so_and_the_next_goes_throu
     told = job["a"].do(call_without_room, "b")
     assert "cannot connect to worker 'b'" in told
     assert "Raise that limit (ulimit -n)" in told
+
+
+def post_without_room(to: str) -> bool:
+    """What others have to know and cannot be told: they are lost then."""
+    worker = rpc.get_worker_info(to).id
+    with room_for(0):
+        current_node().post(worker, "nothing", None)
+    return current_node().is_lost(worker)
+
+
+def test_who_is_given_up_for_want_of_descriptors_is_told_why(make_job: MakeJob) -> None:
+    job = make_job("a", "b", liveness=0.3)
+    assert job["b"].do(post_without_room, "a")
+    with pytest.raises(rpc.WorkerLost, match=r"Raise that limit \(ulimit -n\)"):
+        job["a"].do(rpc.rpc_sync, "b", functions.who_am_i)
 
 
 def call_until_there_is_room(to: str) -> str:

@@ -425,8 +425,10 @@ class Agent:
         except Exception as error:
             return Refuse(f"worker {hello.worker!r} cannot be told from a stranger: {error}")
         if hello.worker_id in self._ended or member.incarnation != hello.incarnation:
+            why = self.node.lost_workers().get(hello.worker_id, "another came in its place")
             return Refuse(
-                f"this incarnation of worker {hello.worker!r} counts as gone: it has to join anew"
+                f"this incarnation of worker {hello.worker!r} counts as gone ({why}): it has to "
+                "join anew"
             )
         if self.node.members.predecessors(member.info):
             # Elsewhere: a loss may have to be told to the very worker that waits for this answer.

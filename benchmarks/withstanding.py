@@ -25,6 +25,7 @@ from tests.rpc import liars, strangers
 from tests.rpc.fleet import Nursery
 
 PAGE = pages.DOCS / "faults.md"
+WHERE = {"unix": "Unix sockets", "tcp": "TCP", "tls": "TLS"}
 Row = tuple[str, str, str, str]
 
 
@@ -50,23 +51,23 @@ def hold(calls: int, contexts: int, seed: int) -> Row:
     return load, struck, ended, lost
 
 
-def refuse(nursery: Nursery, tls: bool) -> Row:
-    battery = strangers.Battery(nursery, tls)
+def refuse(nursery: Nursery, transport: str) -> Row:
+    battery = strangers.Battery(nursery, transport)
     tries = sum(battery.check_refused(name, 0.5) for name in strangers.ATTACKS)
     battery.close()
     kinds = f"{tries:,} tries of {len(strangers.ATTACKS)} kinds"
-    where = "TLS" if tls else "TCP"
-    return f"a job over {where}, strangers", kinds, "all refused", "nothing"
+    return f"a job over {WHERE[transport]}, strangers", kinds, "all refused", "nothing"
 
 
-def withstand(nursery: Nursery, count: int, seed: int) -> Row:
-    battery = liars.Battery(nursery, "tcp")
+def withstand(nursery: Nursery, transport: str, count: int, seed: int) -> Row:
+    battery = liars.Battery(nursery, transport)
     for number in range(count):
         battery.withstand(seed + number, 1.0)
     battery.check()
     battery.close()
     ended = f"{battery.done:,} pieces of work ended, those between the honest all right"
-    return "a job of trust=data, lying members", f"{count} liars", ended, "nothing"
+    load = f"a job of trust=data over {WHERE[transport]}, lying members"
+    return load, f"{count} liars", ended, "nothing"
 
 
 def compare() -> list[tuple[str, str, str]]:
@@ -93,8 +94,10 @@ def main() -> int:
         rows = [train(options.steps, options.seed)]
         rows.append(hold(options.calls, options.contexts, options.seed))
         nursery = Nursery()
-        rows += [refuse(nursery, tls) for tls in (False, True)]
-        rows.append(withstand(nursery, options.liars, options.seed))
+        rows += [refuse(nursery, transport) for transport in WHERE]
+        for transport in liars.TRANSPORTS:
+            count = options.liars // len(liars.TRANSPORTS)
+            rows.append(withstand(nursery, transport, count, options.seed))
         nursery.close()
         beside = compare()
     head = ("load", "faults and bad inputs", "how it ended", "lost or left")

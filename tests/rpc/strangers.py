@@ -1,21 +1,22 @@
 """The stranger's battery: everything that someone without the key can try, while a job runs.
 
-    python -m tests.rpc.strangers              all attacks, over plain TCP and over TLS
+    python -m tests.rpc.strangers              all attacks, over Unix sockets, plain TCP and TLS
     python -m tests.rpc.strangers --rounds 5 --transport tls flood
 
-Two workers call each other over TCP on loopback. A third process attacks the one that is called.
-For each attack two things are looked at.
+Two workers call each other on one host. A third process attacks the one that is called. (A Unix
+socket is in a directory that its user alone can enter; here the stranger is the same user.) For
+each attack two things are looked at.
 
 Refused: the worker says no more than its opening (42 bytes, a nonce) or TLS's own words; no link is
 made, no worker is lost, nothing that the attacker sent is run, and nothing is written to its log.
 
 Not slowed: the median time of a call is measured in windows, in turn with and without the attack;
 each pair of windows gives a ratio, and the median ratio must not pass 1.1. An attack has gone on
-for a second when its window begins. Attackers keep a stated
-pace, because they share the machine with the job: at full speed they would slow it by the
-processor time that they take themselves. The flood comes faster than a worker lets visitors in
-(`reception.PER_SECOND`). Beside the ratio stands what the attack costs the worker in processor
-time, which a noisy machine does not change much.
+for half a second when its window begins. Attackers keep a stated pace, because they share the
+machine with the job: at full speed they would slow it by the processor time that they take
+themselves. The flood comes faster than a worker lets visitors in (`reception.PER_SECOND`). Beside
+the ratio stands what the attack costs the worker in processor time, which a noisy machine does not
+change much.
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ from telegrad import rpc
 from telegrad.rpc import meeting, rendezvous
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.node import current_node
-from telegrad.wire.address import TcpAddress, parse_address
+from telegrad.wire.address import (
+    Address,
+    TcpAddress,
+    UnixAddress,
+    bound,
+    connect,
+    listen,
+    parse_address,
+)
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import HEADER, Kind
 from telegrad.wire.handshake import MAGIC, VERSION, ClientHandshake, HandshakeError, Hello
@@ -53,21 +62,27 @@ OPENING = MAGIC + VERSION.to_bytes(2, "little")
 OPENING_BYTES = 42
 DRIPPING = 200
 LIMIT = 1.1
-WINDOW = 0.5
-LEAD = 1.0
+WINDOW = 0.4
+LEAD = 0.5
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "unix": {},
+    "tcp": {"host": "127.0.0.1", "transports": ("tcp",)},
+    # Loopback would do without; here it stands for a network.
+    "tls": {"host": "127.0.0.1", "transports": ("tcp",)},
+}
 
 
 @dataclass(frozen=True)
 class Target:
     """Where the attacked worker listens, and what the attacker has overheard."""
 
-    port: int
+    address: Address
     recorded: bytes
     tls: bool
     patience: float = 5.0
 
     def visit(self) -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", self.port), self.patience)
+        sock = connect(self.address, self.patience)
         sock.settimeout(self.patience)
         return sock
 
@@ -219,10 +234,9 @@ def use_tls_on_loopback() -> None:
     rendezvous.is_loopback = meeting.is_loopback = lambda host: False
 
 
-def listening_at() -> int:
+def listening_at() -> Address:
     [address] = _agent()._meeting.addresses
-    assert isinstance(address, TcpAddress)
-    return address.port
+    return address
 
 
 def _agent() -> Agent:
@@ -258,22 +272,26 @@ def record_handshake() -> bytes:
     callee = members.member(1)
     [text] = callee.addresses
     address = parse_address(text)
-    assert isinstance(address, TcpAddress)
-    listener = socket.create_server(("127.0.0.1", 0))
+    relay: Address = TcpAddress("127.0.0.1", 0)
+    if isinstance(address, UnixAddress):
+        relay = UnixAddress(f"{address.path}.relay")
+    listener = listen(relay)
     said: list[bytes] = []
-    carrying = threading.Thread(target=_carry, args=(listener, address.port, said), daemon=True)
+    carrying = threading.Thread(target=_carry, args=(listener, address, said), daemon=True)
     carrying.start()
-    relayed = replace(address, port=listener.getsockname()[1])
-    member = replace(callee, addresses=(str(relayed),))
+    relay = bound(relay, listener)
+    if isinstance(relay, TcpAddress) and isinstance(address, TcpAddress):
+        relay = replace(relay, tls=address.tls)
+    member = replace(callee, addresses=(str(relay),))
     visit = meeting.meet(_agent()._meeting, current_node().info, member, "x" * 32, 0, "probe")
     visit.stream.close()
     carrying.join(10)
     return b"".join(said)
 
 
-def _carry(listener: socket.socket, port: int, said: list[bytes]) -> None:
+def _carry(listener: socket.socket, address: Address, said: list[bytes]) -> None:
     client, _ = listener.accept()
-    server = socket.create_connection(("127.0.0.1", port))
+    server = connect(address, None)
 
     def back() -> None:
         with contextlib.suppress(OSError):
@@ -292,14 +310,13 @@ def _carry(listener: socket.socket, port: int, said: list[bytes]) -> None:
 class Battery:
     """A running job, and a stranger beside it."""
 
-    def __init__(self, nursery: Nursery, tls: bool) -> None:
+    def __init__(self, nursery: Nursery, transport: str) -> None:
+        tls = transport == "tls"
         self.job = Job(
             nursery,
             ("a", "b"),
-            # Loopback would do without; here it stands for a network.
             use_tls_on_loopback if tls else None,
-            host="127.0.0.1",
-            transports=("tcp",),
+            **TRANSPORTS[transport],
             key=secrets.token_bytes(32),
         )
         self.stranger = nursery.start()
@@ -351,12 +368,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.rpc.strangers", description=__doc__)
     parser.add_argument("attacks", nargs="*", help=f"some of {', '.join(ATTACKS)}")
     parser.add_argument("--rounds", type=int, default=20, help="pairs of windows per attack")
-    parser.add_argument("--transport", choices=["tcp", "tls"], action="append")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), action="append")
     options = parser.parse_args()
     slowed = []
-    for transport in options.transport or ["tcp", "tls"]:
+    for transport in options.transport or TRANSPORTS:
         nursery = Nursery()
-        battery = Battery(nursery, tls=transport == "tls")
+        battery = Battery(nursery, transport)
         for name in options.attacks or ATTACKS:
             strikes = battery.check_refused(name, 2.0)
             ratio, cost = battery.slowdown(name, options.rounds), battery.cost(name)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from twins import count
 
 import telegrad
 from telegrad import autograd, rpc
@@ -60,8 +61,8 @@ def measure(rows: int, width: int) -> tuple[Traffic, Traffic]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Who carries the bytes of an activation.")
-    parser.add_argument("--rows", type=int, default=64, help="of a batch (64)")
-    parser.add_argument("--width", type=int, default=4096, help="of the activation (4096)")
+    parser.add_argument("--rows", type=count, default=64, help="of a batch (64)")
+    parser.add_argument("--width", type=count, default=4096, help="of the activation (4096)")
     chosen = parser.parse_args(argv)
     through, past = telegrad.run(
         lambda: measure(chosen.rows, chosen.width), workers=["worker1", "worker2"]

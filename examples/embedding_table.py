@@ -16,7 +16,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from twins import Outcome, names, options, sample, seeded, show, train
+from twins import Outcome, count, names, options, sample, seeded, show, train
 
 import telegrad
 from telegrad import autograd
@@ -122,7 +122,7 @@ def train_twin(shards: int, rows: int, steps: int, seed: int) -> Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = options("An embedding table over several workers.", steps=300, workers=3)
-    parser.add_argument("--rows", type=int, default=600_000, help="of the whole table (600000)")
+    parser.add_argument("--rows", type=count, default=600_000, help="of the whole table (600000)")
     chosen = parser.parse_args(argv)
     workers = names("shard", chosen.workers)
     size = chosen.rows * WIDTH * 4 / 1e6

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import nll_loss
-from twins import Outcome, names, options, sample, seeded, show, train
+from twins import Outcome, count, names, options, sample, seeded, show, train
 
 import telegrad
 from telegrad import autograd
@@ -112,7 +112,7 @@ def train_twin(count: int, data: Digits, steps: int, seed: int) -> Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = options("Mixture of experts that live on workers.", steps=200, workers=2)
-    parser.add_argument("--experts", type=int, default=4, help="over all workers (4)")
+    parser.add_argument("--experts", type=count, default=4, help="over all workers (4)")
     chosen = parser.parse_args(argv)
     workers, data = names("worker", chosen.workers), load_digits()
     job = telegrad.run(

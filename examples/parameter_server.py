@@ -10,6 +10,7 @@ started anew, the others stay, and training goes on from the last checkpoint.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import signal
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from twins import Outcome, names, options, sample, seeded, show, train
+from twins import Outcome, count, names, options, sample, seeded, show, train
 
 import telegrad
 from telegrad import autograd, checkpoint, rpc
@@ -107,6 +108,7 @@ class Story:
     save_every: int
     kill_at: int | None
     victim: str
+    run: dict[str, int]  # what was chosen
     made: list[int] = field(default_factory=list)  # every step, again if it was made again
     processes: list[dict[str, int]] = field(default_factory=list)  # of all workers, at each start
 
@@ -121,7 +123,7 @@ class Story:
     def after(self, step: int, contents: dict[str, Any], losses: list[float]) -> None:
         self.made.append(step)
         if len(losses) % self.save_every == 0:
-            checkpoint.save(self.directory, {**contents, "losses": losses})
+            checkpoint.save(self.directory, {**contents, "losses": losses, "run": self.run})
 
     def resume(self, contents: dict[str, Any]) -> list[float]:
         """The losses of the steps that need not be made again."""
@@ -139,6 +141,21 @@ class Story:
             f"the other {len(first) - len(new)} workers stayed. "
             f"{again} steps had to be made again (it saves every {self.save_every})."
         )
+
+
+def run_of(chosen: argparse.Namespace) -> dict[str, int]:
+    """What must be the same for a training that goes on from a checkpoint."""
+    return {"seed": chosen.seed, "servers": chosen.servers, "workers": chosen.workers}
+
+
+def saved_run(directory: Path) -> dict[str, int]:
+    """What the training in a checkpoint was, and how far it came."""
+
+    def look() -> dict[str, int]:
+        saved = checkpoint.load(directory, {"run": None, "losses": None})
+        return {**saved["run"], "steps": len(saved["losses"])}
+
+    return telegrad.run(look, workers=0)
 
 
 def train_job(
@@ -219,17 +236,23 @@ def run_until_done(job: Callable[[], Outcome], workers: list[str], story: Story)
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = options("Parameter server, with checkpoints.", steps=200, workers=2)
-    parser.add_argument("--servers", type=int, default=2, help="that share the weights (2)")
+    parser.add_argument("--servers", type=count, default=2, help="that share the weights (2)")
     parser.add_argument("--checkpoint", type=Path, help="directory to save in and to resume from")
-    parser.add_argument("--save-every", type=int, default=20, help="steps (20)")
+    parser.add_argument("--save-every", type=count, default=20, help="steps (20)")
     parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill a worker before it")
     parser.add_argument("--kill", default="server1", metavar="WORKER", help="which (server1)")
     chosen = parser.parse_args(argv)
     servers, trainers = names("server", chosen.servers), names("trainer", chosen.workers)
+    if chosen.kill not in [*servers, *trainers]:
+        parser.error(f"no {chosen.kill!r} to kill: there are {', '.join([*servers, *trainers])}")
+    if chosen.checkpoint and checkpoint.exists(chosen.checkpoint):
+        saved = saved_run(chosen.checkpoint)
+        if saved["steps"] > chosen.steps or saved != {**run_of(chosen), "steps": saved["steps"]}:
+            parser.error(f"{chosen.checkpoint} has a longer training, or another one: {saved}")
     data = load_digits()
     with tempfile.TemporaryDirectory() as scratch:
         directory = chosen.checkpoint or Path(scratch)
-        story = Story(directory, chosen.save_every, chosen.kill_at, chosen.kill)
+        story = Story(directory, chosen.save_every, chosen.kill_at, chosen.kill, run_of(chosen))
         job = run_until_done(
             lambda: train_job(servers, trainers, data, chosen.steps, chosen.seed, story),
             [*servers, *trainers],

@@ -65,17 +65,25 @@ def show(metric: str, job: Outcome, twin: Outcome, tolerance: float = _TOLERANCE
 def options(purpose: str, *, steps: int, workers: int | None = None) -> argparse.ArgumentParser:
     """The options that examples share; without `workers` their number is fixed."""
     parser = argparse.ArgumentParser(description=purpose)
-    parser.add_argument("--steps", type=int, default=steps, help=f"of training ({steps})")
+    parser.add_argument("--steps", type=count, default=steps, help=f"of training ({steps})")
     if workers is not None:
-        parser.add_argument("--workers", type=int, default=workers, help=f"({workers})")
+        parser.add_argument("--workers", type=count, default=workers, help=f"({workers})")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (0)")
     # As each worker has: with more threads, sums are added in another order.
     torch.set_num_threads(1)
     return parser
 
 
-def names(role: str, count: int) -> list[str]:
-    return [f"{role}{number}" for number in range(1, count + 1)]
+def count(text: str) -> int:
+    """For options: a whole number of at least one."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least one")
+    return number
+
+
+def names(role: str, number: int) -> list[str]:
+    return [f"{role}{each}" for each in range(1, number + 1)]
 
 
 def seeded(seed: int, make: Callable[..., T], *args: object) -> T:

@@ -62,6 +62,36 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
     assert job == pytest.approx(twin, abs=2e-4)
 
 
+def test_a_script_that_ended_goes_on_where_it_had_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module("parameter_server").main
+    options = ("--save-every", "2", "--checkpoint", str(tmp_path))
+    assert main(("--steps", "3", *options)) == 0
+    assert main(("--steps", "5", *options)) == 0
+    assert "The losses of all 5 steps agree" in capsys.readouterr().out
+    for other in (("--steps", "2"), ("--steps", "5", "--seed", "1")):
+        with pytest.raises(SystemExit):
+            main((*other, *options))
+        assert "'steps': 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("split_learning", ("--steps", "0"), "'0' is not a whole number of at least one"),
+        ("mixture_of_experts", ("--workers", "-1"), "'-1' is not a whole number"),
+        ("parameter_server", ("--kill", "nobody"), "there are server1, server2, trainer1"),
+    ],
+)
+def test_options_that_make_no_sense_are_told(
+    name: str, arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).main(arguments)
+    assert told in capsys.readouterr().err
+
+
 def test_activations_do_not_pass_through_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
     code = importlib.import_module("bytes_per_worker").main(("--rows", "64", "--width", "1024"))
     printed = capsys.readouterr().out

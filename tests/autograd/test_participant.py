@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from telegrad.autograd.backward import Post
-from telegrad.autograd.errors import AutogradError, BadGradient, PassFailed, UnusedResult
+from telegrad.autograd.errors import (
+    AutogradError,
+    BadGradient,
+    ContextLost,
+    PassFailed,
+    PassLost,
+    UnusedResult,
+)
 from telegrad.autograd.messages import Absent, Gradient, History, Message, Mode, Options
 from telegrad.rpc.errors import CallTimeout, RemoteTraceback, WorkerLost
 from tests.autograd.harness import Workers
@@ -122,6 +131,48 @@ def test_a_lost_worker_fails_the_pass_that_waits_for_it() -> None:
     workers.network.deliver_one = kill_before_the_first_delivery
     with pytest.raises(WorkerLost, match=r"Worker 'worker2' \(2\) is gone"):
         workers.backward(0, [loss])
+
+
+def before_the_first_delivery(workers: Workers, happens: Callable[[], None]) -> None:
+    deliver = workers.network.deliver_one
+
+    def happen(to: int | None = None) -> bool:
+        workers.network.deliver_one = deliver
+        happens()
+        return True
+
+    workers.network.deliver_one = happen
+
+
+def test_a_loss_that_another_participant_found_is_a_loss_to_who_leads_the_pass() -> None:
+    workers = Workers(3)
+    loss = ring(workers, torch.ones(2, requires_grad=True), [1, 2])
+
+    def die() -> None:
+        workers.network.drop_of(2)
+        workers.nodes[1].lose(2)
+
+    before_the_first_delivery(workers, die)
+    with pytest.raises(PassLost, match="Error on Node 1: Worker 'worker2'") as caught:
+        workers.backward(0, [loss])
+    assert (caught.value.worker, caught.value.cause) == ("worker2", "it was killed")
+    assert caught.value.pending == f"the backward pass of context {workers.context(0).id}"
+
+
+def test_what_is_done_in_a_context_whose_maker_is_lost_says_so() -> None:
+    workers = Workers(3)
+    (x,) = workers.cross(0, 1, [torch.ones(2, requires_grad=True)])
+    (there,) = workers.cross(1, 2, [x * 2])
+    (back,) = workers.cross(2, 1, [there * 2])
+    context_id = workers.context(1).id
+    before_the_first_delivery(workers, lambda: workers.kill(0))
+    with pytest.raises(ContextLost, match="'worker0'") as during:
+        workers.backward(1, [back.sum()])
+    with pytest.raises(ContextLost, match="'worker0'") as after:
+        workers.nodes[1].autograd.context(context_id)
+    for error in (during.value, after.value):
+        assert (error.worker, error.cause) == ("worker0", "it was killed")
+        assert error.pending == f"context {context_id}"
 
 
 def test_a_worker_that_was_lost_before_the_pass_fails_it_at_once() -> None:

@@ -15,6 +15,9 @@ from tests.rpc.fleet import Job
 
 MakeJob = Callable[..., Job]
 
+MARGIN = 4.0
+"""Seconds that a machine with much else to do may add."""
+
 
 def call_and_time(worker: str) -> tuple[str, float]:
     """Call something that never returns; what the loss of its worker says, and when."""
@@ -36,7 +39,8 @@ def test_a_stopped_worker_is_lost_within_the_liveness_time(make_job: MakeJob) ->
     job["a"].do(rpc.rpc_sync, "b", functions.nothing)
     waiting = job["a"].begin(call_and_time, "b")
     job["b"].signal(signal.SIGSTOP)
-    message, _ = waiting.result(20)
+    message, taken = waiting.result(20)
+    assert taken < 1.0 + MARGIN
     assert "'b'" in message
     assert "stopped for 1 s" in message
     assert "wait_event" in message

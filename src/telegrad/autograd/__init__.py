@@ -14,7 +14,9 @@ from telegrad.autograd.api import (
 from telegrad.autograd.errors import (
     AutogradError,
     BadGradient,
+    ContextLost,
     PassFailed,
+    PassLost,
     UnknownContext,
     UnusedResult,
 )
@@ -22,7 +24,9 @@ from telegrad.autograd.errors import (
 __all__ = [
     "AutogradError",
     "BadGradient",
+    "ContextLost",
     "PassFailed",
+    "PassLost",
     "UnknownContext",
     "UnusedResult",
     "backward",

@@ -89,7 +89,7 @@ def backward(
     options = Options.of(retain_graph, create_graph, _mode(mode))
     _check_arguments(context_id, roots)
     service = autograd_of()
-    found = service.container.get(context_id)
+    found = service.context(context_id)
     check_roots(roots)
     service.backward(found, roots, options, timeout)
 
@@ -97,7 +97,7 @@ def backward(
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The gradients that the passes of a context found for the leaves on this worker."""
     _refuse_in_graph("get_gradients")
-    return autograd_of().container.get(context_id).gradients()
+    return autograd_of().context(context_id).gradients()
 
 
 def describe(context_id: int, roots: Sequence[Tensor] = ()) -> str:
@@ -108,7 +108,7 @@ def describe(context_id: int, roots: Sequence[Tensor] = ()) -> str:
     """
     _refuse_in_graph("describe")
     service = autograd_of()
-    found = service.container.get(context_id)
+    found = service.context(context_id)
     name = service.node.members.name
     title = f"context {context_id}, made on {name(found.origin)}"
     return draw(title, gather(service, found), [root_expression(r, found) for r in roots], name)
@@ -117,7 +117,7 @@ def describe(context_id: int, roots: Sequence[Tensor] = ()) -> str:
 def retrieve_context(context_id: int) -> Context:
     """This worker's part of a context, for inspection."""
     _refuse_in_graph("retrieve_context")
-    return autograd_of().container.get(context_id)
+    return autograd_of().context(context_id)
 
 
 def require_context() -> Context:

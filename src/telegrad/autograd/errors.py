@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.errors import TelegradError, WorkerLost
 
 
 class AutogradError(TelegradError):
@@ -34,3 +34,11 @@ class BadGradient(AutogradError):
 
 class PassFailed(AutogradError):
     """A backward pass ended with an error on some worker."""
+
+
+class PassLost(PassFailed, WorkerLost):
+    """A backward pass failed because some worker that took part found another one gone."""
+
+
+class ContextLost(AutogradError, WorkerLost):
+    """The worker that made a context is gone, and the context with it."""

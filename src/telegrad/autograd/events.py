@@ -24,11 +24,14 @@ class Missed:
     record: RecvRecord
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Abandon:
-    """The context was released, or the pass is known to be over: stop, and tell nobody."""
+    """The context is gone, or the pass is known to be over: stop, and tell nobody.
 
-    reason: str
+    Made for one participant: who leads the pass raises the error.
+    """
+
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True)

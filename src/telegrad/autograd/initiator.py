@@ -21,10 +21,10 @@ from torch import Tensor
 from telegrad.autograd.backward import Part, Post, calls_for_answer, engages
 from telegrad.autograd.context import Context
 from telegrad.autograd.enclosed import Enclosure
-from telegrad.autograd.errors import PassFailed
+from telegrad.autograd.errors import PassFailed, PassLost
 from telegrad.autograd.events import Event, Stalled, Stopped
 from telegrad.autograd.local import Run
-from telegrad.autograd.messages import History, Message, Options, decode
+from telegrad.autograd.messages import Failure, History, Message, Options, decode
 from telegrad.autograd.participant import Abandoned, Participant
 from telegrad.autograd.plan import ROOTS, Edge, Source, State
 from telegrad.rpc.calls import Pending
@@ -216,9 +216,14 @@ class Initiator(Participant):
                 del error
         failure = part.failure
         if failure is not None:
-            raise PassFailed(
-                f"Error on Node {failure.worker}: {failure.message}"
-            ) from RemoteTraceback(failure.worker_name, failure.traceback)
+            raise self._failed(failure) from RemoteTraceback(failure.worker_name, failure.traceback)
+
+    def _failed(self, failure: Failure) -> PassFailed:
+        text = f"Error on Node {failure.worker}: {failure.message}"
+        if not failure.lost:
+            return PassFailed(text)
+        pending = f"the backward pass of context {self.context.id}"
+        return PassLost.saying(text, failure.lost, failure.cause, pending)
 
     def _remember(self, error: BaseException) -> None:
         self._error = error

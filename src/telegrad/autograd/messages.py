@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate, pairwise
 from struct import Struct, pack, unpack_from
 from struct import error as StructError
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, strided
 
 from telegrad.autograd.errors import AutogradError
+from telegrad.rpc.errors import WorkerLost
 from telegrad.wire.parcel import Parcel
 
 
@@ -75,11 +77,18 @@ class Failure:
     worker_name: str
     message: str
     traceback: str
+    lost: str = ""
+    """The name of the worker whose loss it was, if it was one."""
+    cause: str = ""
+    """Why that one counts as gone."""
 
     @classmethod
     def of(cls, error: BaseException, worker: int, worker_name: str) -> Failure:
         text = "".join(traceback.format_exception(error))
-        return cls(worker, worker_name, str(error) or type(error).__name__, text)
+        message = str(error) or type(error).__name__
+        if isinstance(error, WorkerLost):
+            return cls(worker, worker_name, message, text, error.worker, error.cause)
+        return cls(worker, worker_name, message, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +165,13 @@ def encode(context_id: int, pass_id: int, message: Message) -> Parcel:
             kind, numbers = _ABSENT, messages
         case Fail(failure):
             kind, number = _FAIL, failure.worker
-            texts = _write_texts(failure.worker_name, failure.message, failure.traceback)
+            texts = _write_texts(
+                failure.worker_name,
+                failure.message,
+                failure.traceback,
+                failure.lost,
+                failure.cause,
+            )
     head = _HEAD.pack(kind, bits, len(numbers), 0, context_id, pass_id, over, number)
     return Parcel(TOPIC, head + pack(f"<{len(numbers)}Q", *numbers) + texts, ())
 
@@ -236,7 +251,7 @@ def _placed(parcel: Parcel, width: int, at: int, number: int) -> list[Tensor | N
     )
 
 
-_LENGTHS = Struct("<3I")
+_LENGTHS = Struct("<5I")
 
 
 def _write_texts(*texts: str) -> bytes:
@@ -246,10 +261,10 @@ def _write_texts(*texts: str) -> bytes:
 
 def _read_failure(worker: int, data: bytes) -> Failure:
     if len(data) >= _LENGTHS.size:
-        name, message, trace = _LENGTHS.unpack_from(data)
-        if _LENGTHS.size + name + message + trace == len(data):
-            raw = data[_LENGTHS.size :]
-            parts = raw[:name], raw[name : name + message], raw[name + message :]
+        lengths = _LENGTHS.unpack_from(data)
+        if _LENGTHS.size + sum(lengths) == len(data):
+            ends = list(accumulate(lengths, initial=_LENGTHS.size))
+            parts = [data[begin:end] for begin, end in pairwise(ends)]
             return Failure(worker, *[str(part, "utf-8", "replace") for part in parts])
     raise AutogradError("A message says that a pass failed, but not how.")
 

@@ -325,8 +325,8 @@ class Participant:
             case Lost(worker, reason):
                 if part.depends_on(worker, self._partners):
                     raise self._lost_error(worker, reason)
-            case Abandon(reason):
-                self._abandon(part, reason)
+            case Abandon(error):
+                self._abandon(part, error)
             case Stalled():
                 self._send(part.probe(self._partners))
             case Stopped(error):
@@ -486,9 +486,8 @@ class Participant:
         self._send(self._part.fail(failure, audience, sender))
         self.context.discard(self.pass_id)
 
-    def _abandon(self, part: Part, reason: str) -> None:
+    def _abandon(self, part: Part, error: BaseException) -> None:
         if not part.ended:
-            error = AutogradError(reason)
             part.fail(Failure.of(error, self._worker, self._node.info.name), (), None)
             self._remember(error)
 

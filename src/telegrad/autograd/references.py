@@ -48,6 +48,6 @@ def backward_on_owner(
     if context_id == NO_CONTEXT:
         root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return
-    context = service.container.get(context_id)
+    context = service.context(context_id)
     check_roots([root])
     service.backward(context, [root], Options(retain_graph=retain_graph))

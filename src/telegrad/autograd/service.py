@@ -15,7 +15,7 @@ from telegrad.autograd.container import Census, Container
 from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, Scope, worker_of
 from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.describe import DESCRIBE, Part, part_of
-from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.errors import AutogradError, ContextLost, UnknownContext
 from telegrad.autograd.events import Abandon, Asked, Lost, Missed
 from telegrad.autograd.initiator import Initiator
 from telegrad.autograd.local import Run
@@ -32,7 +32,7 @@ from telegrad.autograd.messages import (
 from telegrad.autograd.participant import Participant
 from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
 from telegrad.autograd.releases import Releases
-from telegrad.rpc.calls import Pending
+from telegrad.rpc.calls import Pending, afresh
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.references import ReferenceId
 from telegrad.rpc.results import Finish, Later
@@ -76,7 +76,7 @@ class Autograd:
         if context is not None:
             # The flag before the look at the workers, as `leaving` looks after it has added one:
             # a message leaves either without a note or to a worker that is told.
-            self._end(context, "Context {} was released during backward.")
+            self._end(context, _released(context))
             self._releases.add(context, self.container.still_open)
 
     def end_earlier(self, context: Context) -> None:
@@ -87,7 +87,7 @@ class Autograd:
         """
         for earlier in self.container.earlier(context):
             if not earlier.released:
-                self._end(earlier, "Context {} was released during backward.")
+                self._end(earlier, _released(earlier))
 
     def _on_describe(self, sender: int, context_id: int) -> Part | None:
         return part_of(self.container.find(_number(context_id)))
@@ -100,7 +100,7 @@ class Autograd:
         census = Census(origin, version, newest, frozenset(map(_number, payload[3])))
         told: set[int] = set()
         for context in self.container.learn(census, keep=self._may_be_worker(origin)):
-            self._end(context, "Context {} was released during backward.")
+            self._end(context, _released(context))
             told |= context.known_workers
         told.discard(sender)
         self._pass_on(census, told)
@@ -121,13 +121,12 @@ class Autograd:
         for worker in sorted(workers):
             self.node.post(worker, TOPIC_RELEASE, payload)
 
-    def _end(self, context: Context, reason: str) -> None:
+    def _end(self, context: Context, error: TelegradError) -> None:
         context.let_go()
         if context.participants:
             for participant in list(context.participants.values()):
                 if not participant.idle:
-                    abandon = Abandon(reason.format(context.id))
-                    participant.deliver(self.node.info.id, abandon)
+                    participant.deliver(self.node.info.id, Abandon(afresh(error)))
                 self._let_go_of(participant)
             context.participants.clear()
 
@@ -137,12 +136,33 @@ class Autograd:
 
     def _on_lost(self, worker: int, reason: str) -> None:
         for context in self.container.lose(worker):
-            self._end(context, f"Worker {worker}, where context {{}} was made, is gone.")
+            self._end(context, self._lost_with(context.id, worker, reason))
         for context in self.container:
             if worker in context.known_workers and context.origin != self.node.info.id:
                 self.node.post(context.origin, TOPIC_HOLDER, context.id)
             for participant in list(context.participants.values()):
                 participant.deliver(self.node.info.id, Lost(worker, reason))
+
+    def _lost_with(self, context_id: int, worker: int, reason: str) -> ContextLost:
+        name = self.node.members.name(worker)
+        return ContextLost.saying(
+            f"Worker {name!r} ({worker}), where context {context_id} was made, is gone, and the "
+            f"context with it: {reason}.",
+            name,
+            reason,
+            f"context {context_id}",
+        )
+
+    def context(self, context_id: int) -> Context:
+        """This worker's part of a context; the error says why there is none."""
+        try:
+            return self.container.get(context_id)
+        except UnknownContext:
+            origin = worker_of(context_id) if type(context_id) is int else -1
+            reason = self.node.lost_workers().get(origin)
+            if reason is None:
+                raise
+            raise self._lost_with(context_id, origin, reason) from None
 
     def _on_holder(self, sender: int, context_id: int) -> None:
         """A worker holds a context of ours and lost one through whom it might have been told."""
@@ -158,7 +178,12 @@ class Autograd:
         """Somebody spoke in the name of a worker, which knows nothing of it."""
         if worker_of(_number(context_id)) == sender:
             for context in self.container.forget(context_id):
-                self._end(context, "Context {} was never made by the worker that it names.")
+                self._end(
+                    context,
+                    AutogradError(
+                        f"Context {context.id} was never made by the worker that it names."
+                    ),
+                )
 
     # Passes.
 
@@ -228,7 +253,7 @@ class Autograd:
         for participant in gone:
             self._let_go_of(participant)
             if not participant.idle:
-                participant.deliver(self.node.info.id, Abandon("The pass is over."))
+                participant.deliver(self.node.info.id, Abandon(AutogradError("The pass is over.")))
         context.commit(context.passes.is_over)
 
     def missed(self, context: Context, passes: list[int], record: RecvRecord) -> None:
@@ -298,6 +323,10 @@ class Autograd:
             "num_autograd_contexts": len(self.container),
             "num_current_backward_passes": sum(part.active for part in parts),
         }
+
+
+def _released(context: Context) -> AutogradError:
+    return AutogradError(f"Context {context.id} was released during backward.")
 
 
 def _number(value: Any) -> int:

@@ -50,7 +50,7 @@ from telegrad.wire.keys import JobKey, tls_contexts
 from telegrad.wire.stream import PlainStream, Stream
 from telegrad.wire.tls import TlsStream
 
-PROTOCOL = 2
+PROTOCOL = 3
 PATIENCE = 10.0
 ARENA_BYTES = 1 << 30
 KEY_FILE = "key"

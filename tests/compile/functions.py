@@ -137,3 +137,35 @@ def release() -> None:
 
 def referred(n: int) -> rpc.RRef[Tensor]:
     return rpc.RRef(torch.full((3, 3), float(n)))
+
+
+_dimension = 0
+
+
+def choose(dimension: int) -> None:
+    """As if `summed` were redefined: its code is the same, what it returns is not."""
+    global _dimension
+    _dimension = dimension
+
+
+def summed(x: Tensor) -> Tensor:
+    return x.sum(_dimension)
+
+
+def told(x: Tensor, constant: float) -> Tensor:
+    _log(repr(constant), x)
+    return x * 1
+
+
+def turned(x: Tensor) -> Tensor:
+    """Has other strides than its argument."""
+    return x.t() * 2
+
+
+def lies(x: Tensor) -> Tensor:
+    """What the strides of the argument are."""
+    return x * 0 + (1 if x.is_contiguous() else 2)
+
+
+def weight_of(module: nn.Linear) -> Tensor:
+    return module.weight * 1

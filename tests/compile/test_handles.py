@@ -3,6 +3,7 @@ compared and used as keys, and another one is noticed."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import telegrad.compile  # noqa: F401 - installs the guards
-from telegrad import autograd, rpc
-from telegrad.nn import RemoteModule
-from telegrad.optim import DistributedOptimizer
+from telegrad import autograd, checkpoint, rpc
+from telegrad.mesh import WorkerMesh, init_mesh
+from telegrad.nn import Pipeline, RemoteModule
+from telegrad.optim import DistributedOptimizer, GradScaler
 from telegrad.rpc import WorkerInfo
 from tests.compile import functions as f
 from tests.compile.checks import compiled
@@ -189,3 +191,103 @@ def test_what_cannot_be_in_a_graph_says_what_to_move_out(use: Use, sentence: str
     fast, _ = compiled(use, "eager")
     with pytest.raises(Exception, match=sentence):
         fast(torch.ones(3, 3), rpc.rpc_sync("worker1", f.referred, (1,)))
+
+
+class Things:
+    """What a graph could be asked to use."""
+
+    def __init__(self) -> None:
+        self.module = RemoteModule("worker1", nn.Linear, (3, 3))
+        self.optimizer = DistributedOptimizer(torch.optim.SGD, [self.module], lr=0.1)
+        self.scaler = GradScaler()
+        self.pipeline = Pipeline([self.module], 2)
+        self.future = rpc.rpc_async(1, f.referred, (1,))
+        self.lazy = self.module.lazy(torch.ones(3, 3))
+        self.mesh = WorkerMesh(("worker1",), (1,), ("data",))
+        self.own = rpc.RRef(torch.ones(3))
+
+
+@pytest.fixture(scope="module")
+def things(_job: None) -> Things:
+    return Things()
+
+
+OUTSIDE: dict[str, Callable[[Tensor, Any], Any]] = {
+    "init_rpc": lambda x, t: rpc.init_rpc("again"),
+    "shutdown": lambda x, t: rpc.shutdown(),
+    "wait_for_worker": lambda x, t: rpc.wait_for_worker("worker1"),
+    "on_worker_lost": lambda x, t: rpc.on_worker_lost(print),
+    "debug_info": lambda x, t: rpc.debug_info(),
+    "local_value": lambda x, t: t.own.local_value(),
+    "Future.done": lambda x, t: t.future.done(),
+    "Future.value": lambda x, t: t.future.value(),
+    "Future.then": lambda x, t: t.future.then(f.halves),
+    "Future.add_done_callback": lambda x, t: t.future.add_done_callback(f.halves),
+    "wait_all": lambda x, t: torch.futures.wait_all([t.future]),
+    "describe": lambda x, t: autograd.describe(1),
+    "require_context": lambda x, t: autograd.require_context(),
+    "RemoteModule": lambda x, t: RemoteModule("worker1", nn.Linear, (3, 3)),
+    "parameters": lambda x, t: list(t.module.parameters()),
+    "named_buffers": lambda x, t: list(t.module.named_buffers()),
+    "load_state_dict": lambda x, t: t.module.load_state_dict({}),
+    "train": lambda x, t: t.module.train(),
+    "eval": lambda x, t: t.module.eval(),
+    "to": lambda x, t: t.module.to(torch.float64),
+    "double": lambda x, t: t.module.double(),
+    "apply": lambda x, t: t.module.apply(print),
+    "requires_grad_": lambda x, t: t.module.requires_grad_(False),
+    "module zero_grad": lambda x, t: t.module.zero_grad(),
+    "deepcopy": lambda x, t: copy.deepcopy(t.module),
+    "Lazy.then": lambda x, t: t.lazy.then(f.halves),
+    "Lazy.backward": lambda x, t: t.lazy.backward(1),
+    "Pipeline": lambda x, t: Pipeline([t.module], 2),
+    "Pipeline.forward": lambda x, t: t.pipeline(x),
+    "forward_backward": lambda x, t: t.pipeline.forward_backward(1, x, x, f.layer),
+    "optimizer": lambda x, t: DistributedOptimizer(torch.optim.SGD, [t.module], lr=0.1),
+    "add_param_group": lambda x, t: t.optimizer.add_param_group({"params": [x]}),
+    "optimizer state": lambda x, t: t.optimizer.state_dict(),
+    "load optimizer": lambda x, t: t.optimizer.load_state_dict({}),
+    "all_finite": lambda x, t: t.optimizer.all_finite(1),
+    "unscale_": lambda x, t: t.scaler.unscale_(t.optimizer, 1),
+    "scaler step": lambda x, t: t.scaler.step(t.optimizer, 1),
+    "scaler update": lambda x, t: t.scaler.update(),
+    "save": lambda x, t: checkpoint.save("nowhere", {}),
+    "load": lambda x, t: checkpoint.load("nowhere", {}),
+    "exists": lambda x, t: checkpoint.exists("nowhere"),
+    "init_mesh": lambda x, t: init_mesh((1,), ("data",)),
+    "mesh run": lambda x, t: t.mesh.run(f.halves),
+    "mesh close": lambda x, t: t.mesh.close(),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_all_that_has_no_place_in_a_graph_says_so_in_a_sentence(name: str, things: Things) -> None:
+    fast, _ = compiled(OUTSIDE[name], "eager")
+    with pytest.raises(
+        Exception,
+        match=r"(outside|out) of the compiled function|pass the result|between the compiled part",
+    ):
+        fast(torch.ones(3, 3), things)
+
+
+INSIDE: dict[str, Callable[[Tensor, Any], Any]] = {
+    "get_worker_info": lambda x, t: x + rpc.get_worker_info().id,
+    "get_worker_infos": lambda x, t: x + len(rpc.get_worker_infos()),
+    "is_initialized": lambda x, t: x + rpc.is_initialized(),
+    "forward_async": lambda x, t: t.module.forward_async(x).wait(),
+    "Lazy.to_here": lambda x, t: t.lazy.to_here(),
+    "scale": lambda x, t: t.scaler.scale(x) + t.scaler.get_scale(),
+    "run": lambda x, t: t.module.run(f.weight_of) * x,
+    "wait_all": lambda x, t: torch.futures.wait_all(
+        [rpc.rpc_async(w, f.say, (x * w, "hello")) for w in (1, 2)]
+    )[1],
+    "collect_all": lambda x, t: (
+        torch.futures.collect_all([rpc.rpc_async(1, f.say, (x, "hello"))]).wait()[0].wait()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_the_rest_is_traced(name: str, things: Things) -> None:
+    with autograd.context():
+        check(INSIDE[name], [things], 1)

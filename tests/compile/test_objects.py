@@ -46,7 +46,7 @@ def is_stale(function: Callable[[Tensor, Any], Tensor], groups: list[Any]) -> bo
 def test_a_process_group_as_argument_is_guarded_by_all_that_is_folded(
     what: str, groups: list[Any]
 ) -> None:
-    objects.process_groups.guard_as_torch_does()
+    objects.guard_as_torch_does()
     assert is_stale(FOLDED[what], groups), "torch has mended this: the guard can go"
     torch._dynamo.reset()
     guard_process_groups()

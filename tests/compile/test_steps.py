@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad import autograd, rpc
+from telegrad.compile import calls
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from tests.compile import functions as f
@@ -168,6 +170,9 @@ def test_the_timeout_of_a_backward_in_a_graph_is_kept() -> None:
             run(torch.ones(3, requires_grad=True))
     finally:
         rpc.rpc_sync("worker1", f.release)
+    gc.collect()
+    assert calls.live_records() == 0
+    assert len(autograd.api.autograd_of().container) == 0
 
 
 def test_steps_compile_on_any_thread_and_settings_of_torch_stay_as_they_are() -> None:

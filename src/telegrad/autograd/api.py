@@ -122,6 +122,7 @@ def retrieve_context(context_id: int) -> Context:
 
 def require_context() -> Context:
     """The context in which the calling thread works; an error if there is none."""
+    _refuse_in_graph("require_context")
     found = current_context()
     if found is None:
         raise AutogradError(

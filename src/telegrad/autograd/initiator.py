@@ -100,6 +100,8 @@ class Initiator(Participant):
         self._drive()
         if self._part is not None and isinstance(error, Abandoned):
             self._raise_failure(self._part)
+        # The caller raises it. Its traceback knows the frames that keep this context.
+        self._error = None
 
     def _see_through(self, part: Part) -> None:
         """The caller of `backward` has done its share: wait for the end, and say how it was."""

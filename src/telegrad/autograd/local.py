@@ -248,7 +248,12 @@ class Run:
     def fire(self, message: int, index: int, gradient: Tensor | None) -> None:
         """The gradient of one arrived tensor is complete; a message answers for all of its own."""
         gradients: Sequence[Tensor | None]
-        count = self._recv_counts[message]
+        count = self._recv_counts.get(message)
+        if count is None:
+            raise AutogradError(
+                "Backward reached a tensor that came in a call of another autograd context. Give "
+                "backward the id of the context in which the calls were made."
+            )
         if count == 1:
             assert message not in self._answered, "a recv ran twice"
             gradients = (gradient,)

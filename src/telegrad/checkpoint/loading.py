@@ -46,10 +46,12 @@ from telegrad.checkpoint.parts import (
 from telegrad.checkpoint.saving import DEFAULT_TIMEOUT
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.rpc import RRef, get_worker_info, rpc_async
+from telegrad.rpc.outside import outside_of_graphs
 
 _TRIES = 5
 
 
+@outside_of_graphs
 def load(
     path: str | os.PathLike[str],
     contents: Mapping[str, object],
@@ -131,6 +133,7 @@ class Stored:
     checksums: Checksums
 
 
+@outside_of_graphs
 def exists(path: str | os.PathLike[str]) -> bool:
     """Whether a directory holds a complete checkpoint: whether `load` would find one.
 

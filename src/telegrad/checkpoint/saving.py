@@ -54,6 +54,7 @@ from telegrad.checkpoint.parts import (
     table_of,
 )
 from telegrad.rpc import RRef, get_worker_info, rpc_async
+from telegrad.rpc.outside import outside_of_graphs
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -127,6 +128,7 @@ def _open_writer(part: Part, directory: str) -> tuple[RRef[PartWriter], SavePlan
     return RRef(writer), writer.plan()
 
 
+@outside_of_graphs
 def save(
     path: str | os.PathLike[str],
     contents: Mapping[str, object],

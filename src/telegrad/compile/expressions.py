@@ -18,7 +18,8 @@ import torch
 from telegrad.rpc.errors import TelegradError
 
 Formula = Any
-"""An int, or ("input", tensor, dimension), ("int", place), ("unknown", number) or an operation."""
+"""An int, or ("input", tensor, dimension), ("stride", tensor, dimension), ("int", place),
+("unknown", number) or an operation."""
 
 
 def _fold(step: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -76,6 +77,7 @@ def encode(expression: Any, symbols: Mapping[Any, Formula]) -> Formula:
 def evaluate(
     formula: Formula,
     sizes: Sequence[Sequence[Any]],
+    strides: Sequence[Sequence[Any]],
     ints: Sequence[Any],
     unknown: Callable[[int], Any],
 ) -> Any:
@@ -86,8 +88,10 @@ def evaluate(
     match name:
         case "input":
             return sizes[rest[0]][rest[1]]
+        case "stride":
+            return strides[rest[0]][rest[1]]
         case "int":
             return ints[rest[0]]
         case "unknown":
             return unknown(rest[0])
-    return _OPERATIONS[name](*[evaluate(part, sizes, ints, unknown) for part in rest])
+    return _OPERATIONS[name](*[evaluate(part, sizes, strides, ints, unknown) for part in rest])

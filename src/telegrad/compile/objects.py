@@ -1,11 +1,9 @@
 """Process groups and device meshes inside of compiled functions, and our own objects.
 
 Torch folds `group.size()`, `group.rank()` and the like into constants, but guards a group that is
-passed as an argument by its type alone: with another group, the constants of the first one are used
-in silence. It guards a mesh by its layout, but folds the place of this process in it, too, which is
-another one when the same workers form their mesh anew in another order. The records that torch
-keeps of these types have a place for a guard; here it is filled with all that is folded. Objects of
-which all of it is equal share their graph.
+passed as an argument by its type alone; see reads.py. It guards a mesh by its layout, but folds the
+place of this process in it, too, which is another one when the same workers form their mesh anew in
+another order. The record that torch keeps of that type has a place for a guard; here it is filled.
 
 Two methods make torch fail although nothing stands against them: `group.name()` is folded here, and
 `mesh.get_all_groups()` is traced.
@@ -20,7 +18,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from telegrad.compile import torch_private
+from telegrad.compile import reads, torch_private
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.rpc.futures import CallFuture
 from telegrad.rpc.rref import RRef
@@ -28,25 +26,6 @@ from telegrad.rpc.worker import WorkerInfo
 
 process_groups = torch_private.Opaque(dist.ProcessGroup)
 device_meshes = torch_private.Opaque(DeviceMesh)
-
-
-def group_identity(group: dist.ProcessGroup) -> list[object]:
-    """All that is folded of a process group."""
-    return [
-        group.group_name,
-        group.name(),
-        group.size(),
-        group.rank(),
-        group is dist.group.WORLD,
-        _members(group),
-    ]
-
-
-def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
-    try:
-        return tuple(dist.get_process_group_ranks(group))
-    except KeyError:
-        return ()  # A group that was destroyed.
 
 
 def place_in_mesh(mesh: DeviceMesh) -> list[object]:
@@ -58,15 +37,22 @@ def place_in_mesh(mesh: DeviceMesh) -> list[object]:
 
 def guard_process_groups() -> None:
     """Have compiled functions notice when they are given another process group or mesh."""
-    process_groups.guard(group_identity)
+    reads.enabled = True
     device_meshes.guard(place_in_mesh)
 
 
+def guard_as_torch_does() -> None:
+    """For tests that show what is missing."""
+    reads.enabled = False
+
+
+reads.guard_reads()
 process_groups.fold("name")
 device_meshes.trace("get_all_groups")
 _HANDLES = (RRef, WorkerInfo, CallFuture, RemoteModule)
 torch_private.guard_identity(_HANDLES)
 torch_private.guard_aliases(_HANDLES)
+torch_private.guard_signs_of_zero()
 torch_private.guard_keys(
     {
         WorkerInfo: ("name", "id"),

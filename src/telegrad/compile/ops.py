@@ -9,6 +9,7 @@
     enter, leave                a context
     begin_pass, end_pass        a backward pass
     perform                     an effect of ours, such as an optimizer's step
+    expect   does nothing when it runs; when it is traced, the owner says what a call returns
 
 Nothing is sent when a graph is traced; nothing about the graph is known when it runs. What is known
 when it is traced is in the key (see sites.py), the rest in tensors. At run time the nodes use the
@@ -38,8 +39,15 @@ from telegrad.compile import calls, passes, requests, torch_private
 from telegrad.compile.calls import Call, leaving, new_token, record_of
 from telegrad.compile.owner import take_apart
 from telegrad.compile.passes import context_of
-from telegrad.compile.shapes import is_known, note_result, outputs_of
-from telegrad.compile.sites import site
+from telegrad.compile.shapes import (
+    Expected,
+    as_expected,
+    expected,
+    find_answer,
+    note_result,
+    outputs_of,
+)
+from telegrad.compile.sites import Site, site
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import current_node
 
@@ -47,6 +55,7 @@ _library: Any = torch.library.Library("telegrad", "DEF")  # type: ignore[no-unty
 
 _CALL = "str key, Tensor[] tensors, SymInt[] ints, bool[] needs, Tensor anchor"
 _ORDER = "Tensor context, Tensor order"
+_CONTEXT = "Tensor context, SymInt number, Tensor order"
 
 for _schema in (
     f"call({_CALL}, bool record, Tensor[] shapes, {_ORDER}) -> (Tensor, Tensor[], Tensor)",
@@ -59,17 +68,22 @@ for _schema in (
     " ScalarType[] dtypes) -> Tensor[]",
     "enter(Tensor order) -> (Tensor, Tensor)",
     f"leave({_ORDER}) -> Tensor",
-    f"begin_pass(bool retain, str mode, float? timeout, Tensor[] roots, {_ORDER})"
+    f"begin_pass(bool retain, str mode, float? timeout, Tensor[] roots, {_CONTEXT})"
     " -> (Tensor[], Tensor)",
-    f"end_pass(Tensor[] leaves, Tensor[] gradients, {_ORDER}) -> Tensor",
-    f"perform(str key, Tensor(a!)[] changed, {_ORDER}) -> Tensor",
+    f"end_pass(Tensor[] leaves, Tensor[] gradients, {_CONTEXT}) -> Tensor",
+    f"perform(str key, Tensor(a!)[] changed, {_CONTEXT}) -> Tensor",
+    "expect(str key, Tensor[] shapes, SymInt[] ints, bool[] needs) -> Tensor",
 ):
-    _library.define(_schema)
+    # Whether an argument is contiguous makes a difference where it arrives.
+    _library.define(_schema, tags=(torch.Tag.needs_exact_strides,))
 
 ops = torch.ops.telegrad
 
 NO_CONTEXT = torch.zeros(1, dtype=torch.float64)
 """Stands for the context of the thread that runs the graph."""
+
+BY_TOKEN = -1
+"""The number of a context that is known by its token."""
 
 
 _DONE = torch.empty(0, dtype=torch.int64)
@@ -125,10 +139,12 @@ def call(
     context: Tensor,
     order: Tensor,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
+    where = site(key)
     made, pending = calls.begin(
-        site(key), tensors, ints, needs, anchor, context_of(context), record, requests.begin
+        where, tensors, ints, needs, anchor, context_of(context), record, requests.begin
     )
-    outputs = _arrived(made, key, current_node().wait(pending))
+    result = current_node().wait(pending)
+    outputs = _arrived(made, where, result, expected(where, shapes, ints, needs))
     return new_token(made), outputs, _DONE
 
 
@@ -166,30 +182,33 @@ def wait(
             f"The result of a call ({made.where}) that a compiled function made was waited for "
             "twice at the same time. Wait once, and pass the result on."
         )
-    return _arrived(made, key, future.wait()), _DONE
+    where = site(key)
+    return _arrived(made, where, future.wait(), expected(where, shapes, ints, needs)), _DONE
 
 
-def _arrived(made: Call, key: str, result: Any) -> list[Tensor]:
+def _arrived(
+    made: Call, where: Site, result: Any, said: Sequence[Expected | None] | None
+) -> list[Tensor]:
     """The result of a call as the outputs of a node."""
-    if type(result) is Tensor and is_known(key):
-        return [made.take([result])[0].contiguous()]
+    if type(result) is Tensor and said is not None:
+        return as_expected(where, made.take([result]), said)
     outputs: list[Tensor] = []
     template = take_apart(result, outputs)
-    note_result(key, template, type(result).__name__)
-    return _apart(made.take(outputs))
+    note_result(where.key, template, type(result).__name__)
+    return as_expected(where, _apart(made.take(outputs)), said)
 
 
 def _apart(outputs: list[Tensor]) -> list[Tensor]:
     """The outputs of a node may not share memory with each other."""
     if len(outputs) == 1:
-        return [outputs[0].contiguous()]
+        return outputs
     storages: set[int] = set()
     separate = []
     for output in outputs:
         storage = output.untyped_storage().data_ptr()
         separate.append(output.clone() if storage in storages else output)
         storages.add(storage)
-    return [output.contiguous() for output in separate]
+    return separate
 
 
 @_kernel
@@ -209,12 +228,19 @@ def remote(
         where, tensors, ints, needs, anchor, context_of(context), record, requests.begin_remote
     )
     made.reference = reference
-    outputs = outputs_of(current_node(), where, shapes, ints, needs, _no_unknown)
-    return new_token(made), [_phantom(output) for output in outputs], _DONE
+    said = expected(where, shapes, ints, needs)
+    if said is None:
+        outputs = outputs_of(current_node(), where, shapes, ints, needs, _no_unknown)
+        return new_token(made), [_phantom(output) for output in outputs], _DONE
+    return new_token(made), [_phantom_of(*each) for each in said if each is not None], _DONE
 
 
 def _phantom(output: Tensor) -> Tensor:
     return torch.empty((), dtype=output.dtype, device=output.device).expand(output.shape)
+
+
+def _phantom_of(dtype: torch.dtype, shape: tuple[int, ...], _: object) -> Tensor:
+    return torch.empty((), dtype=dtype).expand(shape)
 
 
 def _no_unknown() -> int:
@@ -299,23 +325,29 @@ def begin_pass(
     timeout: float | None,
     roots: list[Tensor],
     context: Tensor,
+    number: int,
     order: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
-    passes.begin_pass(context_of(context), retain, mode, timeout)
+    passes.begin_pass(context_of(context, number), retain, mode, timeout)
     return [torch.ones_like(root) for root in roots], _DONE
 
 
 @_kernel
 def end_pass(
-    leaves: list[Tensor], gradients: list[Tensor], context: Tensor, order: Tensor
+    leaves: list[Tensor], gradients: list[Tensor], context: Tensor, number: int, order: Tensor
 ) -> Tensor:
-    passes.end_pass(context_of(context), leaves, gradients)
+    passes.end_pass(context_of(context, number), leaves, gradients)
     return _DONE
 
 
 @_kernel
-def perform(key: str, changed: list[Tensor], context: Tensor, order: Tensor) -> Tensor:
-    passes.perform(key, changed, context_of(context))
+def perform(key: str, changed: list[Tensor], context: Tensor, number: int, order: Tensor) -> Tensor:
+    passes.perform(key, changed, context_of(context, number))
+    return _DONE
+
+
+@_kernel
+def expect(key: str, shapes: list[Tensor], ints: list[int], needs: list[bool]) -> Tensor:
     return _DONE
 
 
@@ -366,8 +398,14 @@ def _(order):  # type: ignore[no-untyped-def]
 
 
 @_fake("begin_pass")
-def _(retain, mode, timeout, roots, context, order):  # type: ignore[no-untyped-def]
+def _(retain, mode, timeout, roots, context, number, order):  # type: ignore[no-untyped-def]
     return [torch.empty_like(root) for root in roots], _order()
+
+
+@_fake("expect")
+def _(key, shapes, ints, needs):  # type: ignore[no-untyped-def]
+    find_answer(current_node(), site(key), shapes, ints, needs)
+    return _order()
 
 
 for _name in ("leave", "end_pass", "perform"):
@@ -447,6 +485,7 @@ for _name, _backward, _setup in (
         f"telegrad::{_name}", _backward, setup_context=_setup, lib=_library
     )
 
+del _straight["expect"]
 for _name, _python in _straight.items():
     _first = _name in ("respond", "collect")
     torch_private.go_straight(getattr(ops, _name).default, _python, 0 if _first else -1)

@@ -34,6 +34,7 @@ from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import Node, current_node, find_thread_node, set_thread_node
 from telegrad.rpc.references import ReferenceId
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.layouts import is_sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class TensorSpec:
     dtype: torch.dtype
     sizes: tuple[int, ...]
     dynamic: tuple[bool, ...]
+    strides: tuple[int, ...] | None
+    """None: not known, and taken for those of a contiguous tensor."""
     device: str
     needs_gradient: bool
 
@@ -59,6 +62,8 @@ class OutputSpec:
 
     dtype: torch.dtype
     sizes: tuple[Formula, ...]
+    strides: tuple[Formula, ...] | None
+    """None: contiguous."""
     device: str
     needs_gradient: bool
 
@@ -131,7 +136,7 @@ def infer(
     node = current_node()
     fakes = torch_private.Fakes()
     inputs = [
-        fakes.tensor(place, s.dtype, s.sizes, s.dynamic, s.device, s.needs_gradient)
+        fakes.tensor(place, s.dtype, s.sizes, s.dynamic, s.strides, s.device, s.needs_gradient)
         for place, s in enumerate(tensors)
     ]
     numbers = [
@@ -204,12 +209,25 @@ def _answer(result: Any, fakes: torch_private.Fakes) -> Answer:
         OutputSpec(
             tensor.dtype,
             tuple([fakes.formula(size) for size in tensor.shape]),
+            _strides(tensor, fakes),
             str(tensor.device),
             tensor.requires_grad,
         )
         for tensor in tensors
     )
     return Answer(outputs, template, fakes.guards(), type(result).__name__)
+
+
+def _strides(tensor: Tensor, fakes: torch_private.Fakes) -> tuple[Formula, ...] | None:
+    """The strides with which a tensor will arrive: those it has, unless it lies so thinly in its
+    memory that a compact copy is sent. None: those of a contiguous tensor."""
+    if tensor.layout is not torch.strided or fakes.is_contiguous(tensor):
+        return None
+    sizes = tuple(map(torch_private.hint_of, tensor.shape))
+    strides = tuple(map(torch_private.hint_of, tensor.stride()))
+    if is_sparse(tensor.dtype, sizes, strides):
+        return None
+    return tuple([fakes.formula(stride) for stride in tensor.stride()])
 
 
 def take_apart(value: Any, tensors: list[Tensor]) -> Template | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.api import autograd_of, require_context
-from telegrad.autograd.context import Context
+from telegrad.autograd.context import Context, refuse_nested
 from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.messages import Mode, Options
 from telegrad.autograd.service import Autograd, OpenPass
@@ -43,6 +43,7 @@ _open: dict[int, OpenPass] = {}
 
 
 def enter() -> Tensor:
+    refuse_nested()
     service = autograd_of()
     return new_token(Entered(service, service.new_context()))
 
@@ -54,8 +55,11 @@ def leave(entered: Entered) -> None:
     anchors.give_back(enclosures)
 
 
-def context_of(token: Tensor) -> Context | None:
-    """The context that a token stands for; None: that of the thread."""
+def context_of(token: Tensor, number: int = -1) -> Context | None:
+    """The context that a token stands for, or one that was entered outside by its number; None:
+    that of the thread."""
+    if number != -1:
+        return autograd_of().container.get(number)
     record = find_record(token)
     if record is None and token.item():
         record = record_of(token)

@@ -3,17 +3,24 @@
 A graph node can carry a string. So each call site gets a key, and a table leads from the key to the
 worker, the function and the template of the arguments. The key is made from what they are, not from
 when they were met: a graph that another process compiled and left in the disk cache finds its sites
-again. It also has a fingerprint of the function's code on the owner, because inductor's disk cache
-does not know that the shapes of a node's outputs depend on that code.
+again. It also has a fingerprint of the function's code on the owner and of what it returns
+(`shapes.settled`), because inductor's disk cache does not know that the shapes of a node's outputs
+depend on them.
+
+What was traced holds for one *era*, which is a constant of every graph. A new one begins with each
+job, whose workers may be others under the same names, and when a function turns out to have
+changed.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable
 from contextvars import Context as Variables
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +28,7 @@ import torch
 from telegrad.compile.arguments import Builder, Template, builder
 from telegrad.compile.handles import call_method, constant
 from telegrad.compile.written import Written, may_be_kept
-from telegrad.rpc.node import Node, current_node
+from telegrad.rpc.node import Node, current_node, register_layer
 from telegrad.rpc.worker import WorkerInfo
 
 T = TypeVar("T")
@@ -55,8 +62,41 @@ class Site:
             template = ("tuple", *rest) if template[1][1][0] == "rref" else ("made", 0)
         return Written() if may_be_kept(template) else None
 
+    def asks_anew(self) -> bool:
+        """Whether what it returns has not been asked for since the call was traced."""
+        if self.key not in _unasked:
+            return False
+        _unasked.discard(self.key)
+        return True
+
+    @functools.cached_property
+    def expected(self) -> dict[Any, Any]:
+        """What the outputs must be, by the arguments that were given (see shapes.py)."""
+        return {}
+
+
+class _Era:
+    """Dynamo guards its name, as it does any attribute of a global."""
+
+    name = "era 0"
+
+
+era = _Era()
+era.name = _Era.name
+_eras = itertools.count(1)
+
+
+def begin_era(node: Node | None = None) -> None:
+    """Have every compiled function that makes calls traced anew when it is called again."""
+    era.name = f"era {next(_eras)}"
+    _fingerprints.clear()
+
+
+register_layer("compile", begin_era)
+
 
 _sites: dict[str, Site] = {}
+_unasked: set[str] = set()
 _fingerprints: dict[tuple[str, Callable[..., Any]], str] = {}
 
 
@@ -66,18 +106,31 @@ def site(key: str) -> Site:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def locate(
-    to: Any, function: Callable[..., Any], template: Template, timeout: float | None
+    to: Any,
+    function: Callable[..., Any],
+    template: Template,
+    timeout: float | None,
+    traced: bool,
 ) -> tuple[str, str]:
-    """The key of a call site, and the name of its worker. Runs while Dynamo traces."""
+    """The key of a call site, and the name of its worker. Runs while Dynamo traces, or outside of
+    compiled functions for what these have made."""
     node = current_node()
     worker = node.members.find(to)
     known = (worker.name, function)
-    if known not in _fingerprints:
+    if traced or known not in _fingerprints:
         _fingerprints[known] = ask(node, worker, fingerprint, function)
     parts = (worker.name, _name(function), _description(template), timeout, _fingerprints[known])
     key = f"{_name(function)} on {worker.name} #{_digest(repr(parts))}"
     _sites[key] = Site(key, worker, function, template, timeout)
+    if traced:
+        _unasked.add(key)
     return key, worker.name
+
+
+def give_key(known: str, key: str) -> str:
+    """Have a site found under another key as well."""
+    _sites[key] = replace(_sites[known], key=key)
+    return key
 
 
 def worker_info(to: str | int) -> WorkerInfo:
@@ -122,13 +175,17 @@ def ask(node: Node, worker: WorkerInfo, function: Callable[..., T], *args: Any) 
 def fingerprint(function: Callable[..., Any]) -> str:
     """On the owner: tells whether the code of a function is the same."""
     code = getattr(function, "__code__", None)
-    if code is None:
-        return f"torch {torch.__version__}"
-    return _digest(repr((code.co_code, code.co_names, [c for c in code.co_consts if _plain(c)])))
+    return f"torch {torch.__version__}" if code is None else _digest(repr(_parts(code)))
 
 
-def _plain(constant: object) -> bool:
-    return constant is None or isinstance(constant, bool | int | float | str | bytes | tuple)
+def _parts(code: CodeType) -> tuple[Any, ...]:
+    constants = [_parts(c) if isinstance(c, CodeType) else _plain(c) for c in code.co_consts]
+    return code.co_code, code.co_names, constants
+
+
+def _plain(constant: object) -> object:
+    known = constant is None or isinstance(constant, bool | int | float | str | bytes | tuple)
+    return constant if known else type(constant).__name__
 
 
 def _digest(text: str) -> str:

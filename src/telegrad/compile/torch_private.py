@@ -10,6 +10,8 @@ Each private call sits behind one small function here, and nowhere else. What is
 * Dynamo makes variables of objects by one method, and knows by then which it has seen.
 * Dynamo looks up how to trace `is` and `is not` in a table, and asks one method of each kind of
   object for its hash when the object is used as a key.
+* Dynamo guards a constant by one method of its guard builder, and takes functions as guards.
+* Dynamo traces a call of one of torch's functions by one method of its variable.
 * An operator holds the function that dispatches it, and calls that function.
 * The record that torch keeps of the types `ProcessGroup` and `DeviceMesh` has a place for a guard
   function, and says which of their methods are folded or traced.
@@ -18,6 +20,7 @@ Each private call sits behind one small function here, and nowhere else. What is
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,10 +29,12 @@ import torch
 from torch import Tensor
 from torch._dynamo import polyfills
 from torch._dynamo.decorators import DynamoConfigPatchProxy
-from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import AttrSource, ConstantSource
 from torch._dynamo.symbolic_convert import compare_op_handlers
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import (
     FrozenDataClassVariable,
     UserDefinedObjectVariable,
@@ -41,6 +46,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
     free_unbacked_symbols,
+    statically_known_true,
 )
 
 from telegrad.compile.expressions import Formula, encode
@@ -61,14 +67,20 @@ class Fakes:
         dtype: torch.dtype,
         sizes: tuple[int, ...],
         dynamic: tuple[bool, ...],
+        strides: tuple[int, ...] | None,
         device: str,
         needs_gradient: bool,
     ) -> Tensor:
         """A fake tensor whose dynamic sizes are symbols, one for each."""
         # DYNAMIC, not DUCK: two sizes that are equal now may differ in the next call.
         kinds = [DimDynamic.DYNAMIC if d else DimDynamic.STATIC for d in dynamic]
+        example = (
+            torch.empty(sizes, dtype=dtype, device=device)
+            if strides is None
+            else torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+        )
         fake: Tensor = self._mode.from_tensor(
-            torch.empty(sizes, dtype=dtype, device=device),
+            example,
             symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds),
             source=ConstantSource(f"argument{place}"),
         )
@@ -78,11 +90,15 @@ class Fakes:
                 self._symbols.setdefault(symbol, ("input", place, dimension))
                 # Torch reasons about symbols as if they were at least 2.
                 self._guards.append(("GreaterThan", self._symbols[symbol], 2))
+        for dimension, stride in enumerate(fake.stride()):
+            if isinstance(stride, torch.SymInt) and stride.node.expr.is_symbol:
+                self._symbols.setdefault(stride.node.expr, ("stride", place, dimension))
         if not needs_gradient:
             return fake
         # What arrives is not a leaf: the function may change it.
         with self._mode, torch.enable_grad():
-            return fake.requires_grad_().clone()
+            leaf = fake.detach().requires_grad_()
+            return torch.empty_strided(fake.shape, fake.stride(), dtype=dtype).copy_(leaf)
 
     def integer(self, place: int, value: int) -> Any:
         """An integer that is a symbol."""
@@ -106,6 +122,15 @@ class Fakes:
     def active(self) -> Iterator[None]:
         with self._mode:
             yield
+
+    def is_contiguous(self, tensor: Tensor) -> bool:
+        """Whether a fake tensor is contiguous whatever its sizes are. No guard comes of it."""
+        step: Any = 1
+        for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+            if not statically_known_true(stride == step):
+                return False
+            step = step * size
+        return True
 
     def formula(self, size: int | torch.SymInt) -> Formula:
         """A size of an output in terms of the arguments."""
@@ -274,9 +299,6 @@ class Opaque:
 
         self._record.guard_fn = everything
 
-    def guard_as_torch_does(self) -> None:
-        self._record.guard_fn = self._guard
-
     def fold(self, method: str) -> None:
         """Have the result of a method be a constant; the guard must see to it that it is."""
         self._record.members.setdefault(method, opaque_object.MemberType.USE_REAL)
@@ -284,6 +306,22 @@ class Opaque:
     def trace(self, method: str) -> None:
         """Have a method traced."""
         self._record.members.setdefault(method, opaque_object.MemberType.INLINED)
+
+
+def trace_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Have Dynamo trace functions of ours in the place of some of torch's.
+
+    `torch.compiler.substitute_in_graph` does so for functions that Dynamo has no rule for.
+    """
+    call = TorchInGraphFunctionVariable.call_function
+
+    def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        ours = functions.get(variable.value)
+        if ours is None:
+            return call(variable, tx, args, kwargs)
+        return VariableTracker.build(tx, ours).call_function(tx, args, kwargs)
+
+    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign, assignment]
 
 
 def guard_identity(classes: tuple[type, ...]) -> None:
@@ -322,6 +360,30 @@ def guard_aliases(classes: tuple[type, ...]) -> None:
         return build(builder, value)
 
     VariableBuilder.__call__ = guarded  # type: ignore[method-assign, assignment]
+
+
+def guard_signs_of_zero() -> None:
+    """Have compiled functions notice when a float that was 0.0 is -0.0, which is equal to it but
+    not the same: a remote function may divide by it."""
+    match = GuardBuilder.EQUALS_MATCH
+
+    def guarded(builder: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        match(builder, guard, *args, **kwargs)
+        zero = builder.get(guard)
+        if type(zero) is float and zero == 0:
+            sign = math.copysign(1, zero)
+
+            def has_that_sign(value: Any) -> bool:
+                return math.copysign(1, value) == sign
+
+            builder.get_guard_manager(guard).add_lambda_guard(
+                has_that_sign,
+                get_verbose_code_parts(f"the sign of {builder.arg_ref(guard)} is {sign}", guard),
+                guard.user_stack,
+            )
+
+    functools.update_wrapper(guarded, match)
+    GuardBuilder.EQUALS_MATCH = guarded  # type: ignore[method-assign]
 
 
 def guard_keys(attributes: Mapping[type, Sequence[str]]) -> None:

@@ -6,21 +6,31 @@ control flow; what cannot be traced is behind `assume_constant_result` (sites.py
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from telegrad.autograd.errors import AutogradError
 from telegrad.compile import torch_private
 from telegrad.compile.arguments import Split, Template, same_reference, split
 from telegrad.compile.calls import anchors
 from telegrad.compile.handles import MadeRRef, MethodsOf, constant, to_here
-from telegrad.compile.ops import NO_CONTEXT, ops
+from telegrad.compile.ops import BY_TOKEN, NO_CONTEXT, ops
 from telegrad.compile.passes import effect
-from telegrad.compile.shapes import outputs_of, result_template
-from telegrad.compile.sites import Site, locate, worker_info
+from telegrad.compile.shapes import (
+    drop,
+    find_answer,
+    outputs_of,
+    result_template,
+    settled,
+    template_of,
+)
+from telegrad.compile.sites import Site, era, locate, worker_info
+from telegrad.rpc.calls import describe_target
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.worker import WorkerInfo
 
@@ -84,6 +94,31 @@ class TracedFuture:
         self.then(callback)
 
 
+class AllOf:
+    """What `torch.futures.collect_all` gives inside of a compiled function."""
+
+    def __init__(self, futures: list[Any]) -> None:
+        self.futures = futures
+
+    def wait(self) -> list[Any]:
+        for future in self.futures:
+            future.wait()
+        return self.futures
+
+
+def _wait_all(futures: list[Any]) -> list[Any]:
+    return [future.wait() for future in futures]
+
+
+def _collect_all(futures: list[Any]) -> AllOf:
+    return AllOf(futures)
+
+
+torch_private.trace_instead(
+    {torch.futures.wait_all: _wait_all, torch.futures.collect_all: _collect_all}
+)
+
+
 def _result(template: Template, outputs: list[Tensor]) -> Any:
     kind = template[0]
     if kind == "tensor":
@@ -116,8 +151,12 @@ def _located(
     template = split((tuple(args or ()), kwargs or {}), found)
     if timeout is not None:
         timeout = constant(timeout)
-    key, owner = locate(_plain(to), function, template, timeout)
-    return key, owner, found
+    traced = is_dynamo_compiling() and len(era.name) > 0
+    key, owner = locate(_plain(to), function, template, timeout, traced)
+    if traced:
+        # Nothing uses it, so it is in no graph that was optimized.
+        ops.expect(key, found.shapes, found.ints, _needs(found.tensors))
+    return settled(key), owner, found
 
 
 def _operands(found: Split) -> tuple[Any, ...]:
@@ -208,13 +247,12 @@ class TracedContext:
         self.token = token
 
 
-def _token_of(context_id: Any) -> Tensor:
+def _context_of(context_id: Any) -> tuple[Tensor, int]:
+    """A context as nodes take it: by its token, or by its id if it was entered outside."""
     if isinstance(context_id, TracedContext):
-        return context_id.token
+        return context_id.token, BY_TOKEN
     if isinstance(context_id, int):
-        # The id of a context that was entered outside changes with every step. The thread that
-        # runs the graph works in it; its number must not become a part of the graph.
-        return NO_CONTEXT
+        return NO_CONTEXT, context_id
     raise TypeError("A context id is what `with telegrad.autograd.context() as ...` gives.")
 
 
@@ -232,10 +270,10 @@ def backward(
         )
     if not isinstance(roots, (list, tuple)):
         raise TypeError("backward() takes a context id and a list of tensors.")
-    token = _token_of(context_id)
+    token, number = _context_of(context_id)
     roots = list(roots)
     seeds, order = ops.begin_pass(
-        retain_graph, mode, timeout, [root.detach() for root in roots], token, _state.order
+        retain_graph, mode, timeout, [root.detach() for root in roots], token, number, _state.order
     )
     leaves: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -248,16 +286,19 @@ def backward(
     with torch_private.TRACING_BACKWARD:
         total.backward(retain_graph=retain_graph)
     torch_private.collected.active = False
-    _state.order = ops.end_pass(leaves, gradients, token, order)
+    _state.order = ops.end_pass(leaves, gradients, token, number, order)
 
 
 def perform(owner: object, method: str, context_id: Any, changed: list[Tensor]) -> None:
     """`owner.method(context_id)` as a node of the graph, which changes these tensors."""
     in_context = context_id is not None
-    token = _token_of(context_id) if in_context else NO_CONTEXT
+    token, number = _context_of(context_id) if in_context else (NO_CONTEXT, BY_TOKEN)
     key = effect(owner, method, in_context)
     with torch.no_grad():
-        _state.order = ops.perform(key, changed, token, _state.order)
+        _state.order = ops.perform(key, changed, token, number, _state.order)
+
+
+_nested = itertools.count()
 
 
 def result_on_fakes(
@@ -266,13 +307,15 @@ def result_on_fakes(
     """What a call would return whose arguments are fake tensors of this process."""
     found = Split()
     template = split((tuple(args), kwargs), found)
-    key = f"nested {function!r} {template!r}"
-    where = Site(key, to, function, template, None)
-    outputs = outputs_of(node, where, found.shapes, found.ints, _needs(found.tensors), _new_unknown)
+    needs = _needs(found.tensors)
+    where = Site(f"nested {next(_nested)}", to, function, template, None)
+    answer = find_answer(node, where, found.shapes, found.ints, needs)
+    outputs = outputs_of(node, where, found.shapes, found.ints, needs, _new_unknown)
+    drop(where)
     for output in outputs:
         if output.is_floating_point() and torch.is_grad_enabled():
             output.requires_grad_()
-    return _result(result_template(key), outputs)
+    return _result(template_of(describe_target(function), answer), outputs)
 
 
 def _new_unknown() -> Any:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from telegrad.rpc.api import get_worker_info, get_worker_infos, rpc_async, rpc_sync
 from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.outside import outside_of_graphs
 
 _mesh: DeviceMesh | None = None
 
@@ -40,6 +41,7 @@ class WorkerMesh:
         self.shape = shape
         self.names = names
 
+    @outside_of_graphs
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """`function(mesh, *args, **kwargs)` on all workers at once; the results by rank.
 
@@ -51,6 +53,7 @@ class WorkerMesh:
         ]
         return [future.wait() for future in futures]
 
+    @outside_of_graphs
     def close(self) -> None:
         """Take the process groups down. The workers can then form another mesh."""
         for future in [rpc_async(worker, _leave) for worker in self.workers]:
@@ -61,6 +64,7 @@ class WorkerMesh:
         return f"WorkerMesh({sizes}, workers={list(self.workers)})"
 
 
+@outside_of_graphs
 def init_mesh(
     shape: Sequence[int],
     names: Sequence[str],

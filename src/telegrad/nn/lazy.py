@@ -20,6 +20,7 @@ from telegrad import autograd
 from telegrad.nn.ambient import Ambient, ambient, under
 from telegrad.rpc import RRef, WorkerInfo, remote, rpc_sync
 from telegrad.rpc.loans import Loan
+from telegrad.rpc.outside import outside_of_graphs
 from telegrad.rpc.rref import remote_method
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class Lazy(Generic[T]):
         """The value on this worker: waits for it, and raises what went wrong in its making."""
         return self.rref.to_here(timeout)
 
+    @outside_of_graphs
     def then(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy[Any]:
         """`function(value, *args, **kwargs)`, run where the value is, and left there.
 
@@ -48,6 +50,7 @@ class Lazy(Generic[T]):
         call = (function, ambient(), (self, *args), kwargs)
         return Lazy(remote(self.owner, run_where_it_is, call))
 
+    @outside_of_graphs
     def backward(self, context_id: int, timeout: float | None = None, **options: Any) -> None:
         """`telegrad.autograd.backward(context_id, [value], **options)`, led by the owner."""
         rpc_sync(self.owner, _backward, (self, context_id, timeout, options), timeout=timeout)

@@ -35,6 +35,7 @@ from telegrad.nn.lazy import Lazy, lazily
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.stage import HostedStage, Turn, make_stage
 from telegrad.rpc import RRef, rpc_async, rpc_sync
+from telegrad.rpc.outside import outside_of_graphs
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -114,6 +115,7 @@ class Pipeline(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_made": None, "_runs": itertools.count()})  # type: ignore[no-untyped-call]
 
+    @outside_of_graphs
     def forward(self, x: Any, **kwargs: Any) -> Any:
         """The output of the last stage for the whole batch, here. Keywords go to the first stage.
 
@@ -125,6 +127,7 @@ class Pipeline(nn.Module):
         outputs = [self._send(Turn(run, number), part) for number, part in enumerate(inputs)]
         return join([output.to_here(self.timeout) for output in outputs])
 
+    @outside_of_graphs
     def forward_backward(
         self,
         context_id: int,

@@ -31,7 +31,8 @@ from torch.compiler import is_dynamo_compiling
 from telegrad.nn.ambient import ambient
 from telegrad.nn.hosted import HostedModule, host
 from telegrad.nn.lazy import Lazy, lazily, lent
-from telegrad.rpc import CallFuture, RRef, TelegradError, WorkerInfo, rpc_sync
+from telegrad.rpc import CallFuture, RRef, WorkerInfo, rpc_sync
+from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.rref import begin_method, finish_method
 from telegrad.wire.codec import extend
 
@@ -81,6 +82,7 @@ class RemoteModule(nn.Module):
         compile: bool | dict[str, Any] = False,
         timeout: float | None = None,
     ) -> None:
+        refuse_in_graph("RemoteModule")
         super().__init__()
         _check_arguments(remote_device, module_class, args, kwargs, compile)
         worker, _, device = remote_device.partition("/")
@@ -119,7 +121,7 @@ class RemoteModule(nn.Module):
 
     def lazy(self, *args: Any, **kwargs: Any) -> Lazy[Any]:
         """As a call, but the result stays on the worker. Hooks of this object do not run."""
-        _refuse_in_graph("Lazy results")
+        refuse_in_graph("Lazy results")
         return lazily(self.rref, self.timeout, (ambient(), args, kwargs))
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +134,7 @@ class RemoteModule(nn.Module):
 
     @property
     def _ask(self) -> Any:
-        _refuse_in_graph("State and parameters of a RemoteModule")
+        refuse_in_graph("State and parameters of a RemoteModule")
         return self.rref.rpc_sync(self.timeout)
 
     # Parameters and state.
@@ -171,7 +173,7 @@ class RemoteModule(nn.Module):
         keep_vars: bool = False,
     ) -> dict[str, Any]:
         """Copies of the module's state, under the names that it would have here."""
-        _refuse_in_graph("State and parameters of a RemoteModule")
+        refuse_in_graph("State and parameters of a RemoteModule")
         found = _empty_state() if destination is None else destination
         if _left_out.get():
             return found
@@ -285,13 +287,6 @@ class RemoteModule(nn.Module):
 
     def __hash__(self) -> int:
         return hash(self._number)
-
-
-def _refuse_in_graph(what: str) -> None:
-    if is_dynamo_compiling():
-        raise TelegradError(
-            f"{what} cannot be a part of a graph: move this out of the compiled function."
-        )
 
 
 def _check_arguments(

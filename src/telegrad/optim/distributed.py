@@ -37,6 +37,7 @@ from telegrad.optim.parameters import references_of
 from telegrad.optim.treatment import Clamp, Treatment, clipping
 from telegrad.rpc import RRef, WorkerLost, get_worker_info, rpc_async
 from telegrad.rpc.calls import Pending
+from telegrad.rpc.outside import outside_of_graphs, refuse_in_graph
 from telegrad.rpc.rref import begin_method, begin_method_async, finish_method
 
 
@@ -71,6 +72,7 @@ class DistributedOptimizer(Optimizer):
         atomic: bool = False,
         **kwargs: Any,
     ) -> None:
+        refuse_in_graph("DistributedOptimizer")
         self._parts: dict[str, RRef[OwnedOptimizer]] = {}
         self._members: list[list[Member]] = []
         self._named: list[bool] = []
@@ -87,6 +89,7 @@ class DistributedOptimizer(Optimizer):
 
     # Parameters.
 
+    @outside_of_graphs
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters may live on workers that had none before."""
         if not isinstance(param_group, dict) or "params" not in param_group:
@@ -225,6 +228,7 @@ class DistributedOptimizer(Optimizer):
         asked = (context_id, tuple(self._treatments.get(context_id, ())))
         return all(self._on_all("all_finite", *asked).values())
 
+    @outside_of_graphs
     def treat(self, context_id: int | None, treatment: Treatment) -> None:
         """Have something done to the gradients of the next step."""
         _check_context(context_id)
@@ -335,6 +339,7 @@ class DistributedOptimizer(Optimizer):
 
     # State.
 
+    @outside_of_graphs
     def state_dict(self) -> dict[str, Any]:
         """The state of all owners, as the same optimizer in one process would give it."""
         state = {i: kept for part in self._on_all("state").values() for i, kept in part.items()}
@@ -348,6 +353,7 @@ class DistributedOptimizer(Optimizer):
             groups.append(packed)
         return {"state": {index: state[index] for index in sorted(state)}, "param_groups": groups}
 
+    @outside_of_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that this optimizer, or one in a single process, has given."""
         groups = copy.deepcopy(state_dict["param_groups"])

@@ -12,6 +12,7 @@ from telegrad.nn.lazy import Lazy
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.errors import OptimizerError
 from telegrad.optim.treatment import Scale
+from telegrad.rpc.outside import outside_of_graphs
 
 
 class GradScaler:
@@ -66,6 +67,7 @@ class GradScaler:
             return [self.scale(each) for each in loss]
         raise TypeError(f"A loss is a tensor or a Lazy, or a list of them, not {loss!r:.100}.")
 
+    @outside_of_graphs
     def unscale_(self, optimizer: DistributedOptimizer, context_id: int | None) -> None:
         """Divide the gradients of the next step by the scale, so that they can be clipped."""
         if not isinstance(optimizer, DistributedOptimizer):
@@ -83,6 +85,7 @@ class GradScaler:
         self._finite[key] = optimizer.all_finite(context_id)
         optimizer.treat(context_id, Scale(1.0 / self._scale))
 
+    @outside_of_graphs
     def step(self, optimizer: DistributedOptimizer, context_id: int | None = None) -> bool:
         """Step, unless a gradient on any worker is not finite. Whether the step was made."""
         if not self._enabled:
@@ -98,6 +101,7 @@ class GradScaler:
         optimizer.zero_grad()
         return False
 
+    @outside_of_graphs
     def update(self, new_scale: float | None = None) -> None:
         """Adapt the scale, once after each iteration."""
         if new_scale is not None:
@@ -125,6 +129,7 @@ class GradScaler:
             "_growth_tracker": self._growth_tracker,
         }
 
+    @outside_of_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self._enabled:
             return

@@ -28,6 +28,7 @@ from telegrad.rpc.node import (
     find_node,
     set_process_node,
 )
+from telegrad.rpc.outside import outside_of_graphs
 from telegrad.rpc.rendezvous import Rendezvous, check_rank
 from telegrad.rpc.room import room_to
 from telegrad.rpc.rref import RRef, remote_reference
@@ -52,6 +53,7 @@ NEEDED_TO_JOIN = 6
 _starting = threading.Lock()
 
 
+@outside_of_graphs
 def init_rpc(
     name: str,
     *,
@@ -191,6 +193,7 @@ def _enter(
         raise
 
 
+@outside_of_graphs
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the job.
 
@@ -353,6 +356,7 @@ def get_worker_infos() -> list[WorkerInfo]:
     return current_node().members.infos()
 
 
+@outside_of_graphs
 def wait_for_worker(to: str | int, timeout: float | None = None) -> WorkerInfo:
     """The worker of that name or rank, when it is there: one that died may be started anew.
 
@@ -380,6 +384,7 @@ def wait_for_worker(to: str | int, timeout: float | None = None) -> WorkerInfo:
             pause.wait(PAUSE_FOR_RETURN)
 
 
+@outside_of_graphs
 def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> None:
     """Have `callback(worker, reason)` called, in a thread of its own, when a worker is gone.
 
@@ -407,6 +412,7 @@ def is_initialized() -> bool:
     return find_node() is not None
 
 
+@outside_of_graphs
 def debug_info() -> dict[str, Any]:
     """What this worker holds and waits for: calls, references, links, threads."""
     node = current_node()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -18,11 +18,19 @@ from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed
 
 _thread = threading.local()
+S = TypeVar("S")
 
 
 def runs_callbacks() -> bool:
     """Whether the calling thread is in a callback of one of our futures."""
     return getattr(_thread, "settles", False)
+
+
+def _refuse() -> None:
+    raise TelegradError(
+        "A future that was made outside of a compiled function cannot be waited for in it, nor "
+        "asked for anything: wait before, and pass the result."
+    )
 
 
 class CallFuture(torch.futures.Future[Any]):
@@ -38,15 +46,32 @@ class CallFuture(torch.futures.Future[Any]):
 
     def wait(self) -> Any:
         if is_dynamo_compiling():
-            raise TelegradError(
-                "A future that was made outside of a compiled function cannot be waited for in "
-                "it: wait before, and pass the result."
-            )
+            _refuse()
         pending = self._pending
-        if not self.done():
+        if not super().done():
             self._node.transport.wait(pending)
             pending.complete()
         return super().wait()
+
+    def done(self) -> bool:
+        if is_dynamo_compiling():
+            _refuse()
+        return super().done()
+
+    def value(self) -> Any:
+        if is_dynamo_compiling():
+            _refuse()
+        return super().value()
+
+    def then(self, callback: Callable[[Any], S]) -> torch.futures.Future[S]:
+        if is_dynamo_compiling():
+            _refuse()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        if is_dynamo_compiling():
+            _refuse()
+        super().add_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()

@@ -19,6 +19,7 @@ from telegrad.rpc.errors import (
 )
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.node import Node, Passage, current_node
+from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
 from telegrad.rpc.results import as_result
 from telegrad.rpc.values import read_reference, read_transfer
@@ -99,6 +100,7 @@ class RRef(Generic[T]):
 
     def local_value(self) -> T:
         """The value itself, on its owner."""
+        refuse_in_graph("The value behind a reference (local_value)")
         if not self.is_owner():
             raise TelegradError(
                 f"For {self!r}, can't call localValue() on user {self._node.info!r}. "

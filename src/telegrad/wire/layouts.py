@@ -93,6 +93,15 @@ def layout_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Layout:
     return layout
 
 
+def is_sparse(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a tensor that lies so is sent as a compact copy."""
+    return (
+        dtype in DTYPE_CODES
+        and dtype not in _QUANTIZED
+        and _worked_out(dtype, shape, strides).sparse
+    )
+
+
 def known_layout(tensor: torch.Tensor) -> Layout | None:
     """The layout of a strided tensor, if one like it was seen before."""
     return _by_tensor.get((tensor.dtype, tensor.shape, tensor.stride()))

@@ -1,0 +1,173 @@
+"""What may be another thing when a graph runs than it was when it was traced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telegrad import autograd, rpc
+from telegrad.autograd import AutogradError, UnknownContext
+from telegrad.optim import DistributedOptimizer
+from tests.compile import functions as f
+from tests.compile.checks import compiled
+
+pytestmark = pytest.mark.usefixtures("job")
+
+
+def test_backward_in_a_graph_is_that_of_the_context_it_names() -> None:
+    def step(x: Tensor, context_id: int) -> Tensor:
+        loss = rpc.rpc_sync("worker1", f.layer, (x, x)).sum()
+        autograd.backward(context_id, [loss])
+        return loss.detach()
+
+    run, _ = compiled(step, "aot_eager")
+    x = torch.ones(3, 3, requires_grad=True)
+    other = autograd.api.autograd_of().new_context()
+    try:
+        for function in (step, run):
+            with (
+                autograd.context() as context_id,
+                pytest.raises(AutogradError, match="a call of another autograd context"),
+            ):
+                function(x, other.id)
+            assert not autograd.get_gradients(other.id)
+    finally:
+        autograd.api.autograd_of().release(other.id)
+    with autograd.context() as context_id:
+        with pytest.raises(UnknownContext):
+            run(x, other.id)
+        run(x, context_id)
+        assert x in autograd.get_gradients(context_id)
+
+
+def test_a_graph_that_enters_a_context_does_not_do_so_inside_of_another() -> None:
+    def step(x: Tensor) -> Tensor:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", f.layer, (x, x)).sum()
+            autograd.backward(context_id, [loss])
+        return loss.detach()
+
+    run, _ = compiled(step, "aot_eager")
+    run(torch.ones(3, 3))
+    with autograd.context(), pytest.raises(AutogradError, match="do not nest"):
+        run(torch.ones(3, 3))
+
+
+def test_a_remote_function_that_returns_something_else_is_an_error_once() -> None:
+    run, counter = compiled(lambda x: rpc.rpc_sync("worker1", f.summed, (x,)) * 2, "aot_eager")
+    x = torch.arange(6.0).reshape(2, 3)
+    rpc.rpc_sync("worker1", f.choose, (0,))
+    torch.testing.assert_close(run(x), x.sum(0) * 2)
+    rpc.rpc_sync("worker1", f.choose, (1,))
+    with pytest.raises(rpc.TelegradError, match=r"shape \(2,\).*next call traces anew"):
+        run(x)
+    torch.testing.assert_close(run(x), x.sum(1) * 2)
+    assert counter.frame_count == 2
+
+
+def test_what_a_remote_function_returns_is_in_the_text_by_which_caches_know_a_graph() -> None:
+    texts: list[str] = []
+
+    def keep(graph: Any, _: object) -> Any:
+        texts.append(graph.code)
+        return graph
+
+    for dimension in (0, 1, 0):
+        torch._dynamo.reset()
+        rpc.rpc_sync("worker1", f.choose, (dimension,))
+        function = torch.compile(lambda x: rpc.rpc_sync("worker1", f.summed, (x,)), backend=keep)
+        function(torch.ones(2, 3))
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_a_constant_that_is_equal_but_not_the_same_is_another() -> None:
+    def call(x: Tensor, numbers: list[float]) -> Tensor:
+        return rpc.rpc_sync("worker1", f.told, (x, numbers[0] * 1))
+
+    run, _ = compiled(call, "aot_eager")
+    given = [0.0, -0.0, 0.0, float("nan"), 1.0, True, 1]
+    rpc.rpc_sync("worker1", f.take_log)
+    for number in given:
+        run(torch.ones(2), [number])
+    assert rpc.rpc_sync("worker1", f.take_log) == [repr(number * 1) for number in given]
+
+
+def test_strides_are_those_of_eager_mode_on_both_sides() -> None:
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        turned = rpc.rpc_sync("worker1", f.turned, (x,))
+        return (
+            turned,
+            rpc.rpc_sync("worker1", f.lies, (turned,)),
+            rpc.rpc_sync("worker1", f.lies, (turned.contiguous(),)),
+            rpc.rpc_sync("worker1", f.turned, (x[:, ::2],)),
+        )
+
+    run, counter = compiled(step, "aot_eager")
+    for rows in (4, 5, 6):
+        x = torch.randn(rows, 3)
+        for got, expected in zip(run(x), step(x), strict=True):
+            torch.testing.assert_close(got, expected)
+            assert got.stride() == expected.stride()
+    assert counter.frame_count <= 2
+
+
+def test_an_optimizer_is_the_one_that_is_given_and_no_graph_keeps_it() -> None:
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [DistributedOptimizer(torch.optim.SGD, [w], lr=0.1) for w in weights]
+    mine = optimizers[0]
+
+    def step(weight: Tensor, optimizer: Any) -> None:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", f.say, (weight, "step")).sum()
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+
+    def step_of_mine() -> None:
+        step(weights[0], mine)
+
+    run, _ = compiled(step, "aot_eager")
+    for weight, optimizer in [*zip(weights, optimizers, strict=True)] * 2:
+        run(weight, optimizer)
+    for weight in weights:
+        torch.testing.assert_close(weight.detach(), torch.full((3,), 0.8))
+    run_mine, _ = compiled(step_of_mine, "aot_eager")
+    run_mine()
+    optimizers.clear()
+    mine = DistributedOptimizer(torch.optim.SGD, [weights[0]], lr=0.5)
+    run_mine()
+    torch.testing.assert_close(weights[0].detach(), torch.full((3,), 0.2))
+
+
+TWO_JOBS = """
+import torch, telegrad
+from telegrad import rpc
+from torch._dynamo.testing import CompileCounterWithBackend
+
+def whose(x, size):
+    return x * rpc.get_worker_info().id
+
+counter = CompileCounterWithBackend("aot_eager")
+run = torch.compile(
+    lambda x: rpc.rpc_sync("b", whose, (x, 1)), backend=counter, fullgraph=True
+)
+
+def main():
+    torch.testing.assert_close(run(torch.ones(2)), rpc.rpc_sync("b", whose, (torch.ones(2), 1)))
+
+if __name__ == "__main__":
+    for workers in (["a", "b"], ["b", "a"]):
+        telegrad.run(main, workers=workers)
+    print(counter.frame_count)
+"""
+
+
+def test_a_second_job_finds_its_own_workers_under_the_names_of_the_first(tmp_path: Any) -> None:
+    script = tmp_path / "two_jobs.py"
+    script.write_text(TWO_JOBS)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert ran.stdout.strip() == "2", ran.stderr

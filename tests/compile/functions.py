@@ -35,6 +35,11 @@ def positive(x: Tensor) -> Tensor:
     return x[x > 0]
 
 
+def places(x: Tensor) -> Tensor:
+    """What torch returns here has the strides of a transposed tensor."""
+    return x.nonzero()
+
+
 def parts(x: Tensor, count: int) -> tuple[Tensor, ...]:
     return x.chunk(count)
 

@@ -126,6 +126,15 @@ def test_sizes_that_depend_on_data_are_known_at_run_time() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_what_has_such_sizes_is_contiguous(backend: str) -> None:
+    fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.places, (x,)), backend)
+    x = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    found = fast(x)
+    torch.testing.assert_close(found, x.nonzero())
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_effects_are_neither_dropped_nor_merged_nor_reordered(backend: str) -> None:
     def step(x: Tensor) -> Tensor:
         rpc.rpc_sync("worker1", f.say, (x, "unused"))

@@ -91,6 +91,28 @@ class MethodsOf:
         return method
 
 
+class AllOf:
+    """What `torch.futures.collect_all` gives inside of a compiled function."""
+
+    def __init__(self, futures: list[Any]) -> None:
+        self.futures = futures
+
+    def wait(self) -> list[Any]:
+        for future in self.futures:
+            future.wait()
+        return self.futures
+
+
+def wait_all(futures: list[Any]) -> list[Any]:
+    """Stands for that of `torch.futures`."""
+    return [future.wait() for future in futures]
+
+
+def collect_all(futures: list[Any]) -> AllOf:
+    """Stands for that of `torch.futures`."""
+    return AllOf(futures)
+
+
 def home_of(rref: Any) -> str | int:
     """The worker that owns a reference of either kind. Inlined by Dynamo."""
     if isinstance(rref, MadeRRef):

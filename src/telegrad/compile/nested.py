@@ -62,6 +62,14 @@ class NodeOfFakes:
             on_settled(pending)
         return pending
 
+    def __getattr__(self, name: str) -> Any:
+        raise TelegradError(
+            "A function that a compiled function calls makes references, or asks its worker for "
+            f"more than to call others ({name!r}), so what it returns cannot be found out on fake "
+            "tensors. Declare it with telegrad.compile.declare_fake, or call it outside of the "
+            "compiled function."
+        )
+
     def wait(self, pending: Answered) -> Any:
         return pending.result
 

@@ -15,10 +15,12 @@ was about; so that is guarded here as well.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from telegrad.compile import reads, torch_private
+from telegrad.compile.handles import collect_all, wait_all
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.rpc.futures import CallFuture
 from telegrad.rpc.rref import RRef
@@ -53,6 +55,9 @@ _HANDLES = (RRef, WorkerInfo, CallFuture, RemoteModule)
 torch_private.guard_identity(_HANDLES)
 torch_private.guard_aliases(_HANDLES)
 torch_private.guard_signs_of_zero()
+torch_private.trace_instead(
+    {torch.futures.wait_all: wait_all, torch.futures.collect_all: collect_all}
+)
 torch_private.guard_keys(
     {
         WorkerInfo: ("name", "id"),

@@ -220,8 +220,11 @@ def _answer(result: Any, fakes: torch_private.Fakes) -> Answer:
 
 def _strides(tensor: Tensor, fakes: torch_private.Fakes) -> tuple[Formula, ...] | None:
     """The strides with which a tensor will arrive: those it has, unless it lies so thinly in its
-    memory that a compact copy is sent. None: those of a contiguous tensor."""
+    memory that a compact copy is sent. None: it is made contiguous where it arrives, as it is if
+    its sizes are known only then."""
     if tensor.layout is not torch.strided or fakes.is_contiguous(tensor):
+        return None
+    if any(map(torch_private.depends_on_data, tensor.shape)):
         return None
     sizes = tuple(map(torch_private.hint_of, tensor.shape))
     strides = tuple(map(torch_private.hint_of, tensor.stride()))

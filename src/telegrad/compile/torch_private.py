@@ -226,6 +226,11 @@ def hint_of(size: int | torch.SymInt) -> int:
     return 8 if hint is None else int(hint)
 
 
+def depends_on_data(size: int | torch.SymInt) -> bool:
+    """Whether a size is known only when the function runs."""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
+
+
 def seems_true(condition: bool | torch.SymBool) -> bool:
     """Whether a condition holds in the call that is traced now, without a guard on it."""
     if not isinstance(condition, torch.SymBool):

@@ -94,31 +94,6 @@ class TracedFuture:
         self.then(callback)
 
 
-class AllOf:
-    """What `torch.futures.collect_all` gives inside of a compiled function."""
-
-    def __init__(self, futures: list[Any]) -> None:
-        self.futures = futures
-
-    def wait(self) -> list[Any]:
-        for future in self.futures:
-            future.wait()
-        return self.futures
-
-
-def _wait_all(futures: list[Any]) -> list[Any]:
-    return [future.wait() for future in futures]
-
-
-def _collect_all(futures: list[Any]) -> AllOf:
-    return AllOf(futures)
-
-
-torch_private.trace_instead(
-    {torch.futures.wait_all: _wait_all, torch.futures.collect_all: _collect_all}
-)
-
-
 def _result(template: Template, outputs: list[Tensor]) -> Any:
     kind = template[0]
     if kind == "tensor":

@@ -35,7 +35,7 @@ from telegrad.nn.lazy import Lazy, lazily
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.stage import HostedStage, Turn, make_stage
 from telegrad.rpc import RRef, rpc_async, rpc_sync
-from telegrad.rpc.outside import outside_of_graphs
+from telegrad.rpc.outside import outside_of_graphs, refuse_in_graph
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -80,6 +80,7 @@ class Pipeline(nn.Module):
         *,
         timeout: float | None = None,
     ) -> None:
+        refuse_in_graph("Pipeline")
         super().__init__()
         if not stages or not all(isinstance(stage, RemoteModule) for stage in stages):
             raise TypeError("A pipeline needs one or more stages, each of them a RemoteModule.")

@@ -189,6 +189,7 @@ class RemoteModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
+        refuse_in_graph("State and parameters of a RemoteModule")
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(

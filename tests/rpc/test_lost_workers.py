@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,6 +260,43 @@ def test_a_stopped_worker_is_lost_after_the_liveness_window(make_job: MakeJob) -
     message, _ = waiting.result(30)
     assert "Worker 'b' is gone" in message
     job["b"].signal(signal.SIGCONT)
+
+
+def segments() -> int:
+    """How many pieces of the shared memory of any worker this process has open or mapped."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    found = [*links, *Path("/proc/self/maps").read_text().splitlines()]
+    return sum("memfd:telegrad-arena" in each for each in found)
+
+
+def keep_large(to: str, count: int) -> int:
+    functions.kept = rpc.rpc_sync(to, torch.ones, args=(count,))
+    return segments()
+
+
+def let_go_when_lost(count: int) -> int:
+    """Of what a lost worker sent: valid as long as it is kept. The segments that are left."""
+    until = time.monotonic() + 20
+    while not rpc.debug_info()["lost workers"]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert float(functions.kept.sum()) == count
+    functions.kept = None
+    while segments() and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    return segments()
+
+
+def test_the_shared_memory_of_a_killed_worker_is_given_back(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    assert job["a"].do(segments) == 0
+    assert job["a"].do(keep_large, "b", 1 << 20) > 0
+    job["b"].kill()
+    assert job["a"].do(let_go_when_lost, 1 << 20) == 0
 
 
 def send_large_with_timeout(to: str, count: int, seconds: float) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +15,10 @@ from torch.distributed import HashStore
 
 import telegrad
 from telegrad import rpc
+from telegrad.rpc.meeting import _MEMORY, _share_memory
 from telegrad.rpc.node import current_node
+from telegrad.rpc.room import is_lack
+from telegrad.wire.arena import Arena
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Nursery
 
@@ -73,6 +78,43 @@ def test_who_is_given_up_for_want_of_descriptors_is_told_why(make_job: MakeJob) 
     assert job["b"].do(post_without_room, "a")
     with pytest.raises(rpc.WorkerLost, match=r"Raise that limit \(ulimit -n\)"):
         job["a"].do(rpc.rpc_sync, "b", functions.who_am_i)
+
+
+def take_all_room() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+
+
+def time_to_be_refused(to: str) -> float:
+    started = time.monotonic()
+    with pytest.raises(rpc.WorkerLost, match=r"no room: .*Raise that limit \(ulimit -n\)"):
+        rpc.rpc_sync(to, functions.who_am_i)
+    return time.monotonic() - started
+
+
+def test_a_worker_that_cannot_let_anyone_in_says_so_when_it_has_been_so_for_long(
+    make_job: MakeJob,
+) -> None:
+    job = make_job("a", "b", "c", liveness=0.5)
+    job["b"].do(take_all_room)
+    asking = [job[name].begin(time_to_be_refused, "b") for name in "ac"]
+    assert all(each.result(20) < 8 for each in asking)
+
+
+def test_shared_memory_that_found_no_room_is_not_taken_for_none() -> None:
+    """The other end would send tensors in it."""
+    ours, theirs = socket.socketpair()
+    arena = Arena(1 << 20)
+    socket.send_fds(theirs, [_MEMORY], [arena.fd])
+    # One for our own memory, one for its mapping.
+    with room_for(2), pytest.raises(OSError, match="Too many open files") as caught:
+        _share_memory(ours, 1 << 20)
+    assert is_lack(caught.value)
+    ours.close()
+    theirs.close()
+    arena.close()
 
 
 def call_until_there_is_room(to: str) -> str:

@@ -86,7 +86,7 @@ class Agent:
         self._announced = threading.Event()
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
-        self._reception = Reception(self.watch, threads.run, self._greet)
+        self._reception = Reception(self.watch, threads.run, self._greet, liveness)
         self._loopback = Loopback(self)
         self._outgoing[node.info.id] = self._loopback
 
@@ -376,7 +376,9 @@ class Agent:
     def _greet(self, connection: socket.socket, listener: socket.socket) -> None:
         session: list[str] = []
         try:
-            visitor = self._meet_visitor(connection, listener, partial(self._admit, session))
+            lack = self._reception.lack_for(connection)
+            admit = partial(self._admit, session) if lack is None else partial(self._refuse, lack)
+            visitor = self._meet_visitor(connection, listener, admit)
             if visitor is not None:
                 self._receive(visitor)
         finally:
@@ -384,19 +386,25 @@ class Agent:
                 self._entering.difference_update(session)
                 self.silence.notify_all()
 
+    def _refuse(self, lack: NoRoom, hello: Hello) -> Refuse:
+        return Refuse(f"worker {self.node.info.name!r} has no room: {lack}")
+
     def _meet_visitor(
         self,
         connection: socket.socket,
         listener: socket.socket,
         admit: Callable[[Hello], Refuse | int],
     ) -> Visitor | None:
+        visitor = None
         try:
-            return greet(self._meeting, self.node.info, connection, listener, admit)
-        except (HandshakeError, OSError):
+            visitor = greet(self._meeting, self.node.info, connection, listener, admit)
+        except (HandshakeError, OSError) as error:
+            if is_lack(error):
+                self._reception.lacks()
             connection.close()
-            return None
         finally:
-            self._reception.has_gone(connection)
+            self._reception.has_gone(connection, visitor is not None)
+        return visitor
 
     def _receive(self, visitor: Visitor) -> None:
         if visitor.hello.purpose == "probe":

@@ -7,6 +7,7 @@ limit, and before it is done nothing of the other side's words is looked at.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -447,9 +448,13 @@ def _share_memory(sock: socket.socket, size: int) -> Shared:
         raise CutShort(f"the other end did not share its memory: {error}") from None
     if not word:
         raise CutShort("the other end left before it shared its memory")
+    if arena is not None and word == _MEMORY and not descriptors:
+        # The kernel drops a descriptor for which there is no room, and says nothing. The other end
+        # would send tensors in memory that is not here.
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     freed: deque[int] = deque()
     try:
-        if arena is None or word != _MEMORY or not descriptors:
+        if arena is None or word != _MEMORY:
             return None, None, freed
         view = ArenaView(descriptors[0], freed.append)
     except ValueError as error:

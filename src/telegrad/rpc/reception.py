@@ -13,11 +13,15 @@ wait in the kernel's queue, which costs nothing. So a flood slows down whoever w
 hardly those who are in.
 
 Without a descriptor left, nobody can be let in. The door is then closed for a moment: to look on at
-a visitor who cannot enter would burn a core.
+a visitor who cannot enter would burn a core. If that lasts for as long as a worker may be silent,
+visitors are told so, one after the other, by way of a descriptor that was kept for it: else they
+would wait for a minute for one who lives and does not open, and whoever waits for them as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import sys
 import threading
@@ -26,7 +30,7 @@ from collections.abc import Callable
 from functools import partial
 
 from telegrad.rpc.errors import NoRoom
-from telegrad.rpc.room import NO_ROOM, no_room
+from telegrad.rpc.room import NO_ROOM, lack_of, no_room
 from telegrad.rpc.watch import Watch
 from telegrad.wire.stream import shut_down
 
@@ -35,6 +39,8 @@ AT_A_TIME = 16
 BURST = 1000
 PER_SECOND = 100
 PAUSE_WITHOUT_ROOM = 0.1
+NEEDED_FOR_A_LINK = 3
+LET_IN = "let another connection in"
 _READABLE_ALWAYS = 0x001
 
 Greet = Callable[[socket.socket, socket.socket], None]
@@ -44,9 +50,18 @@ class Reception:
     """Accepts connections and has each greeted on a thread: `greet(connection, listener)`."""
 
     def __init__(
-        self, watch: Watch, run: Callable[[Callable[[], object]], None], greet: Greet
+        self,
+        watch: Watch,
+        run: Callable[[Callable[[], object]], None],
+        greet: Greet,
+        patience: float,
     ) -> None:
+        """`patience` are the seconds that visitors are to wait for a descriptor."""
         self._watch = watch
+        self._patience = patience
+        self._lacks_since: float | None = None
+        self._turned_away: dict[socket.socket, NoRoom] = {}
+        self._spare: int | None = None
         self._run = run
         self._greet = greet
         self._lock = threading.Lock()
@@ -56,6 +71,7 @@ class Reception:
         self._said = False
         self._budget = float(BURST)
         self._counted_at = time.monotonic()
+        self._keep_spare()
 
     def open(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -64,6 +80,22 @@ class Reception:
     def close(self) -> None:
         """Let nobody in any more. The listeners are their owner's to close."""
         self._closed = True
+        self._use_spare()
+
+    def lack_for(self, connection: socket.socket) -> NoRoom | None:
+        """Why this visitor cannot stay, if that is so and has been so for long."""
+        if connection in self._turned_away:
+            return self._turned_away[connection]
+        since = self._lacks_since
+        if since is None or time.monotonic() - since < self._patience:
+            return None
+        lack = lack_of(NEEDED_FOR_A_LINK)
+        return None if lack is None else no_room(LET_IN, lack)
+
+    def lacks(self) -> None:
+        """A visitor could not be let in for want of descriptors."""
+        if self._lacks_since is None:
+            self._lacks_since = time.monotonic()
 
     def _accept(self, listener: socket.socket, events: int) -> None:
         """In the watch's thread."""
@@ -75,10 +107,43 @@ class Reception:
                 connection, _ = listener.accept()
             except OSError as error:
                 if error.errno in NO_ROOM:
-                    self._say_once(no_room("let another connection in", error))
+                    lack = no_room(LET_IN, error)
+                    self._say_once(lack)
+                    self._turn_one_away(listener, lack)
                     self._pause(listener, PAUSE_WITHOUT_ROOM)
                 return
             self._seat(connection, listener)
+
+    def _turn_one_away(self, listener: socket.socket, lack: NoRoom) -> None:
+        """Tell one visitor that there is no room, if that has been so for long."""
+        self.lacks()
+        since = self._lacks_since
+        if since is None or time.monotonic() - since < self._patience:
+            return
+        if not self._use_spare():
+            # The one before may have gone meanwhile; then it is the turn of the next.
+            self._keep_spare()
+            return
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            self._keep_spare()
+            return
+        self._turned_away[connection] = lack
+        self._seat(connection, listener)
+
+    def _use_spare(self) -> bool:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            os.close(spare)
+        return spare is not None
+
+    def _keep_spare(self) -> None:
+        with self._lock:
+            if self._spare is None and not self._closed and not self._turned_away:
+                with contextlib.suppress(OSError):
+                    self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _say_once(self, lack: NoRoom) -> None:
         """Those outside only see that nobody opens."""
@@ -127,8 +192,13 @@ class Reception:
         finally:
             with self._lock:
                 self._threads -= 1
+            if self._turned_away.pop(connection, None) is not None:
+                connection.close()
+                self._keep_spare()
 
-    def has_gone(self, connection: socket.socket) -> None:
+    def has_gone(self, connection: socket.socket, is_in: bool) -> None:
         """A visitor is in, or was sent away: his place is free."""
+        if is_in:
+            self._lacks_since = None
         with self._lock:
             self._standing.pop(connection, None)

@@ -33,19 +33,29 @@ def no_room(what: str, error: BaseException) -> NoRoom:
     )
 
 
+def lack_of(descriptors: int) -> OSError | None:
+    """Why this process cannot open so many more, if that is so."""
+    opened: list[int] = []
+    try:
+        opened += [os.open(os.devnull, os.O_RDONLY)]
+        for _ in range(descriptors - 1):
+            opened.append(os.dup(opened[0]))
+    except OSError as error:
+        return error
+    finally:
+        for each in opened:
+            os.close(each)
+    return None
+
+
 @contextlib.contextmanager
 def room_to(what: str, descriptors: int = 0) -> Iterator[None]:
     """Have a lack of room told in words. So many descriptors are needed at the least: libraries
     that find none tell it in their own."""
-    spare: list[int] = []
     try:
-        try:
-            spare += [os.open(os.devnull, os.O_RDONLY)]
-            for _ in range(descriptors - 1):
-                spare.append(os.dup(spare[0]))
-        finally:
-            for each in spare:
-                os.close(each)
+        lack = lack_of(descriptors or 1)
+        if lack is not None:
+            raise lack
         yield
     except OSError as error:
         if not is_lack(error):

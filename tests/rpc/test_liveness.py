@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tests.rpc.fleet import Job
 
 MakeJob = Callable[..., Job]
 
+SEED = 20261116
 MARGIN = 4.0
 """Seconds that a machine with much else to do may add."""
 
@@ -99,3 +101,27 @@ def test_workers_that_were_stopped_and_continued_together_lose_nobody(make_job: 
     job["a"].do(await_look_at_a_stopped_worker)
     job["b"].signal(signal.SIGCONT)
     assert job["a"].do(rpc.rpc_sync, "b", functions.echo, ("well",)) == "well"
+
+
+def call_in_turn(names: list[str], times: int) -> dict[str, str]:
+    for _ in range(times):
+        for name in names:
+            assert rpc.rpc_sync(name, functions.who_am_i, timeout=60) == name
+    return dict(rpc.debug_info()["lost workers"])
+
+
+def test_a_job_that_is_stopped_and_continued_again_and_again_loses_nobody(
+    make_job: MakeJob,
+) -> None:
+    """Short stops, and some beyond the time after which a worker that is stopped alone is lost."""
+    names = ["a", "b", "c"]
+    job = make_job(*names, liveness=1.0)
+    draw = random.Random(SEED)
+    calling = job["a"].begin(call_in_turn, names, 6000)
+    for stop in [*(draw.uniform(0.01, 0.1) for _ in range(12)), 1.5, 0.02, 1.2]:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for name in draw.sample(names, len(names)):
+                job[name].signal(number)
+            # What is tested is that this much time passes.
+            time.sleep(stop if number is signal.SIGSTOP else draw.uniform(0.001, 0.1))
+    assert calling.result(60) == {}

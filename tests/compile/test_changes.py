@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd, rpc
 from telegrad.autograd import AutogradError, UnknownContext
+from telegrad.compile import shapes
 from telegrad.optim import DistributedOptimizer
 from tests.compile import functions as f
 from tests.compile.checks import compiled
@@ -68,6 +69,21 @@ def test_a_remote_function_that_returns_something_else_is_an_error_once() -> Non
         run(x)
     torch.testing.assert_close(run(x), x.sum(1) * 2)
     assert counter.frame_count == 2
+
+
+def test_two_calls_that_return_the_same_for_two_kinds_are_both_checked() -> None:
+    def step(x: Tensor) -> Tensor:
+        pair = (
+            rpc.rpc_sync("worker1", f.summed, (x[0],)),
+            rpc.rpc_sync("worker1", f.summed, (x[0, 1:],)),
+        )
+        return pair[0] + pair[1]
+
+    rpc.rpc_sync("worker1", f.choose, (0,))
+    x = torch.arange(6.0).reshape(2, 3)
+    torch.testing.assert_close(compiled(step, "aot_eager")[0](x), step(x))
+    kinds = [len(known) for key, known in shapes._answers.items() if "summed" in key]
+    assert 2 in kinds
 
 
 def test_what_a_remote_function_returns_is_in_the_text_by_which_caches_know_a_graph() -> None:

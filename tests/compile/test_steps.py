@@ -234,6 +234,15 @@ def test_references_pass_between_compiled_functions(backend: str) -> None:
     assert counter.frame_count == 1, "another reference must not cause a recompilation"
 
 
+def test_a_reference_that_a_graph_made_is_read_outside_again_and_again() -> None:
+    make, _ = compiled(lambda x: rpc.remote("worker1", f.layer, (x, x)), "aot_eager")
+    x = torch.randn(4, 3)
+    for rows in (4, 3):
+        reference = make(x[:rows])
+        for _ in range(3):
+            torch.testing.assert_close(reference.to_here(), f.layer(x[:rows], x[:rows]).detach())
+
+
 def test_a_remote_module_keeps_its_state_while_its_shapes_are_found_out() -> None:
     module = RemoteModule("worker1", f.Norm)
     run, _ = compiled(lambda x: module(x), "aot_eager")

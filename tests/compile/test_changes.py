@@ -132,6 +132,22 @@ def test_strides_are_those_of_eager_mode_on_both_sides() -> None:
     assert counter.frame_count <= 2
 
 
+def test_a_tensor_that_a_function_changes_by_calling_back_is_an_error() -> None:
+    def step(x: Tensor) -> Tensor:
+        return f.COUNTED * 2 + rpc.rpc_sync("worker1", f.call_back, (x,)) + f.COUNTED
+
+    def does_not_read(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", f.call_back, (x,)) * 2
+
+    x = torch.ones(3, requires_grad=True)
+    run, _ = compiled(step, "aot_eager")
+    for _ in range(2):
+        with autograd.context(), pytest.raises(rpc.TelegradError, match=r"called back changed"):
+            run(x)
+    with autograd.context():
+        torch.testing.assert_close(compiled(does_not_read, "aot_eager")[0](x).detach(), x * 2)
+
+
 def test_an_optimizer_is_the_one_that_is_given_and_no_graph_keeps_it() -> None:
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizers = [DistributedOptimizer(torch.optim.SGD, [w], lr=0.1) for w in weights]

@@ -44,7 +44,7 @@ from telegrad.autograd.context import (
     current_scope,
     speaking_for,
 )
-from telegrad.autograd.enclosed import EnclosedSend
+from telegrad.autograd.enclosed import EnclosedSend, looking_for_changes
 from telegrad.autograd.errors import AutogradError
 
 
@@ -273,7 +273,7 @@ class AutogradCrossing:
 
     def enter(self, node: Any, scope: Scope) -> speaking_for:
         """While a handler runs for `scope`: its context is current, with the caller's grad mode."""
-        return speaking_for(scope)
+        return looking_for_changes(scope) if scope.context.enclosures else speaking_for(scope)
 
 
 def _receive(

@@ -24,6 +24,7 @@ count as made by one node, which only delays what is said about them.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from telegrad.autograd.context import Context, Scope
+from telegrad.autograd.context import Context, Scope, speaking_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,27 @@ class EnclosedSend:
         return ((None, 0),) * len(self.shapes)
 
 
+class Reads:
+    """Tensors that the code in a node reads, and whose changes it would not see.
+
+    A compiler is free to read a tensor once, before a call or after it. So what a remote function
+    changes here by calling back, while the node waits for it, has to be noticed.
+    """
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self) -> None:
+        self._tensors: list[weakref.ref[Tensor]] = []
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        known = {id(ref()) for ref in self._tensors}
+        self._tensors += [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
+
+    def versions(self) -> list[tuple[Tensor, int]]:
+        alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
+        return [(tensor, tensor._version) for tensor in alive]
+
+
 @dataclass(slots=True, eq=False)
 class Enclosure:
     """All calls that one node has made in one context."""
@@ -60,10 +82,34 @@ class Enclosure:
     """Sends of this worker with a higher number were made after the calls of this node."""
     recvs: list[Any] = field(default_factory=list)
     calls: list[EnclosedCall] = field(default_factory=list)
+    reads: Reads | None = None
+    changed: Tensor | None = None
+    """One of these that was changed while a call was under way."""
 
     def forgotten_recvs(self) -> list[Any]:
         """What arrived for calls of which the node will not speak again."""
         return [recv for call in self.calls if call.forgotten for recv in call.recvs]
+
+
+class looking_for_changes(speaking_for):
+    """As `speaking_for`, where nodes of this process have made calls in the context."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._before = [
+            (enclosure, enclosure.reads.versions())
+            for enclosure in self._scope.context.enclosures
+            if enclosure.reads is not None
+        ]
+
+    def __exit__(self, *error: object) -> None:
+        for enclosure, versions in self._before:
+            for tensor, version in versions:
+                if tensor._version != version:
+                    enclosure.changed = tensor
+        super().__exit__(*error)
 
 
 _making = threading.Lock()

@@ -122,6 +122,8 @@ class Call:
         if self.places and self.own:
             raise _to_itself(self.where)
         if self.enclosed is not None:
+            if self.enclosed.enclosure.changed is not None:
+                raise _changed(self.where, self.enclosed.enclosure)
             self.enclosed.arrived(outputs)
         return [output.detach() for output in outputs]
 
@@ -253,6 +255,7 @@ def begin(
     if context is None:
         return Call(site.name, None, ()), send(site, own, ints)
     enclosed = EnclosedCall(context, *anchors.take(anchor))
+    enclosed.enclosure.reads = site.reads
     sent: list[int] = []
     if record:
         for place, need in enumerate(needs):
@@ -274,6 +277,17 @@ def begin(
             torch_private.set_grad_mode(mode)
         end_work(outside)
     return Call(site.name, enclosed, _in_order(sent, own, enclosed), own_worker), result
+
+
+def _changed(where: str, enclosure: Enclosure) -> TelegradError:
+    tensor, enclosure.changed = enclosure.changed, None
+    assert tensor is not None
+    return TelegradError(
+        f"While a compiled function waited for a call ({where}), a function that was called back "
+        f"changed a tensor of shape {tuple(tensor.shape)} that the compiled function reads. It may "
+        "have read it before, or only then. Return the new value from the call instead, or make "
+        "this call outside of the compiled function."
+    )
 
 
 def _to_itself(where: str) -> AutogradError:

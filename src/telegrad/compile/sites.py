@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from telegrad.autograd.enclosed import Reads
+from telegrad.compile import torch_private
 from telegrad.compile.arguments import Builder, Template, builder
 from telegrad.compile.handles import call_method, constant
 from telegrad.compile.written import Written, may_be_kept
@@ -68,6 +70,11 @@ class Site:
             return False
         _unasked.discard(self.key)
         return True
+
+    @functools.cached_property
+    def reads(self) -> Reads:
+        """The tensors of this process that the graphs read which make this call."""
+        return Reads()
 
     @functools.cached_property
     def expected(self) -> dict[Any, Any]:
@@ -124,12 +131,14 @@ def locate(
     _sites[key] = Site(key, worker, function, template, timeout)
     if traced:
         _unasked.add(key)
+        torch_private.once_traced(_sites[key].reads.note)
     return key, worker.name
 
 
 def give_key(known: str, key: str) -> str:
     """Have a site found under another key as well."""
-    _sites[key] = replace(_sites[known], key=key)
+    _sites[key] = named = replace(_sites[known], key=key)
+    named.__dict__["reads"] = _sites[known].reads
     return key
 
 

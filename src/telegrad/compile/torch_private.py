@@ -11,6 +11,7 @@ Each private call sits behind one small function here, and nowhere else. What is
 * Dynamo looks up how to trace `is` and `is not` in a table, and asks one method of each kind of
   object for its hash when the object is used as a key.
 * Dynamo guards a constant by one method of its guard builder, and takes functions as guards.
+* Dynamo says when a graph is complete, and its placeholders know the tensors that they stand for.
 * Dynamo traces a call of one of torch's functions by one method of its variable.
 * An operator holds the function that dispatches it, and calls that function.
 * The record that torch keeps of the types `ProcessGroup` and `DeviceMesh` has a place for a guard
@@ -30,8 +31,8 @@ from torch import Tensor
 from torch._dynamo import polyfills
 from torch._dynamo.decorators import DynamoConfigPatchProxy
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
-from torch._dynamo.source import AttrSource, ConstantSource
-from torch._dynamo.symbolic_convert import compare_op_handlers
+from torch._dynamo.source import AttrSource, ConstantSource, LocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator, compare_op_handlers
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -311,6 +312,24 @@ class Opaque:
     def trace(self, method: str) -> None:
         """Have a method traced."""
         self._record.members.setdefault(method, opaque_object.MemberType.INLINED)
+
+
+def once_traced(tell: Callable[[list[Tensor]], None]) -> None:
+    """When the graph that is being traced is complete, say which tensors it reads that are there
+    before it is called: all of its inputs but those that are arguments."""
+    output = InstructionTranslator.current_tx().output
+
+    def finish() -> None:
+        found = []
+        for node in output.placeholders:
+            given = node.meta.get("grapharg")
+            source = None if given is None else given.source
+            is_argument = isinstance(source, LocalSource) and not source.is_derefed_cell_contents
+            if given is not None and not is_argument and isinstance(given.example, Tensor):
+                found.append(given.example)
+        tell(found)
+
+    output.add_cleanup_hook(finish)
 
 
 def trace_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:

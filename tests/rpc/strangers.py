@@ -45,6 +45,7 @@ from telegrad.wire.address import (
     Address,
     TcpAddress,
     UnixAddress,
+    Unreachable,
     bound,
     connect,
     listen,
@@ -165,7 +166,9 @@ def with_the_key_of_another_job(target: Target) -> bytes:
 
 
 def come_and_go(target: Target) -> bytes:
-    target.visit().close()
+    # A Unix socket whose queue is full refuses at once, where TCP lets a visitor wait.
+    with contextlib.suppress(Unreachable):
+        target.visit().close()
     return b""
 
 

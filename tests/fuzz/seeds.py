@@ -123,7 +123,7 @@ def _worker() -> dict[str, bytes]:
         "reference": post("reference", (1, ("register", ((0, 0, 0), (2, 1)), 1)))
         + post("reference", (2, ("fence", (2,))))
         + post("reference", (3, ("gone", (1, 1)))),
-        "census": post("autograd.release", (1, 1, (1 << 48) + 5, ((1 << 48) + 5,))),
+        "census": post("autograd.release", (1, 1, (1 << 48) + 5, ((1 << 48) + 5,), (2,))),
         "holder": post("autograd.holder", CONTEXT) + call("autograd.describe", (CONTEXT,)),
         "backward": call("autograd.backward", ((0, 0, 0), CONTEXT, False)),
         "begin": passing(Begin(options, NO_HISTORY)) + passing(Absent((1,))) + passing(Ack()),

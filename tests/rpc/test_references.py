@@ -192,6 +192,7 @@ def test_a_remote_creation_is_unconfirmed_until_the_owner_has_its_request():
     owner.create_requested(created)
     assert owner.state(created.reference) is State.PENDING
     assert owner.settle(created.reference)
+    ann.create_answered(created)
     job.deliver_all()
     assert job.dropped(created.reference)
     assert not owner.settle(created.reference), "nobody wants the value any more"
@@ -207,9 +208,26 @@ def test_a_failed_creation_keeps_its_error_while_someone_can_ask():
     assert owner.state(created.reference) is State.FAILED
     assert owner.error(created.reference) is error
     assert (owner.debug_info()["owned"], owner.debug_info()["forks"]) == (1, 1)
+    ann.create_answered(created)
     ann.drop(created.fork)
     job.deliver_all()
     assert owner.error(created.reference) is None
+
+
+@pytest.mark.parametrize("first", ["request", "question"])
+def test_who_gets_no_answer_asks_whether_its_request_came(first: str):
+    job = Job()
+    ann, owner = job.cores[ANN], job.cores[OWNER]
+    created = ann.create_remote(OWNER)
+    ann.create_unanswered(created)
+    ann.drop(created.fork)
+    if first == "question":
+        job.collect()
+        owner.receive(ANN, Register(created, ANN))
+    owner.create_requested(created)
+    job.deliver_all()
+    assert job.dropped(created.reference)
+    assert all(not any(core.debug_info().values()) for core in job.cores)
 
 
 def test_an_abandoned_creation_leaves_nothing():
@@ -412,6 +430,7 @@ class Simulation:
         self.posts: dict[tuple[int, int], deque[object]] = defaultdict(deque)
         self.carried: list[tuple[int, int, Transfer]] = []
         self.requests: list[tuple[int, int, Transfer]] = []
+        self.replies: list[tuple[int, int, Transfer]] = []
         self.born: set[ReferenceId] = set()
         # Half of the jobs do everything at once. The other half hand few values on from worker to
         # worker, dropping each at once, and lose workers meanwhile: there the fences are all that
@@ -430,6 +449,7 @@ class Simulation:
             self.deliver_post: rng.choice([0.5, 3]),
             self.deliver_carried: rng.choice([1, 4]),
             self.deliver_request: 0.5,
+            self.deliver_reply: 0.5,
             self.hear_of_death: rng.choice([0.5, 2, 5]),
         }
         choices = {
@@ -486,7 +506,9 @@ class Simulation:
 
     def settle_down(self) -> None:
         self.collect()
-        while self.carried or self.requests or any(self.posts.values()) or self.news():
+        while (
+            self.carried or self.requests or self.replies or any(self.posts.values()) or self.news()
+        ):
             self.step(self.deliveries)
 
     def collect(self) -> None:
@@ -649,6 +671,18 @@ class Simulation:
             return True
         worker.values.add(created.reference)
         self.born.add(created.reference)
+        if sender in self.live:
+            self.replies.append((to, sender, created))
+        return True
+
+    def deliver_reply(self) -> bool:
+        if not self.replies:
+            return False
+        _, to, created = self.replies.pop(self.rng.randrange(len(self.replies)))
+        if self.rng.random() < 0.8:
+            self.live[to].core.create_answered(created)
+        else:
+            self.live[to].core.create_unanswered(created)
         return True
 
     def news(self) -> list[tuple[int, Participant]]:
@@ -683,6 +717,7 @@ class Simulation:
                 queue.pop()
         self.carried = [message for message in self.carried if self.survives(message, victim)]
         self.requests = [message for message in self.requests if self.survives(message, victim)]
+        self.replies = [message for message in self.replies if self.survives(message, victim)]
         return True
 
     def survives(self, message: tuple[int, int, Transfer], victim: int) -> bool:

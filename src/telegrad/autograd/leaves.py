@@ -89,8 +89,12 @@ class Gradients:
                 gradient = add(known, gradient)
         self._by_node[node] = gradient
 
+    def items(self) -> list[tuple[Tensor, Tensor]]:
+        """The leaves, each with its gradient."""
+        return self._found or self._leaves()
+
     def add_to(self, total: dict[Tensor, Tensor]) -> None:
-        for leaf, gradient in self._found or self._leaves():
+        for leaf, gradient in self.items():
             total[leaf] = add(total.get(leaf), gradient)
 
     def settle(self, create_graph: bool) -> None:

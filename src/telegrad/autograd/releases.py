@@ -17,9 +17,9 @@ from typing import Any
 
 from telegrad.autograd.context import Context
 
-DELAY = 0.01
+DELAY = 0.05
 """Seconds after which others are told at the latest."""
-MOST_WAITING = 16
+MOST_WAITING = 64
 """So many contexts are not waited for any longer, if not more are open."""
 
 

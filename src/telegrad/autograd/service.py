@@ -41,6 +41,9 @@ TOPIC_RELEASE = "autograd.release"
 TOPIC_HOLDER = "autograd.holder"
 TOPIC_NEVER = "autograd.never"
 STALL_TIME = 5.0
+MOST_NAMED = 64
+"""So many workers are named in a census as those that were told. Where they are more, some are told
+twice: the names would cost more than that."""
 
 
 class Autograd:
@@ -93,7 +96,7 @@ class Autograd:
         return part_of(self.container.find(_number(context_id)))
 
     def _tell_census(self, workers: set[int]) -> None:
-        self._pass_on(self.container.census(), workers)
+        self._pass_on(self.container.census(), workers, set())
 
     def _on_release(self, sender: int, payload: tuple[Any, ...]) -> None:
         origin, version, newest = map(_number, payload[:3])
@@ -103,7 +106,7 @@ class Autograd:
             self._end(context, _released(context))
             told |= context.known_workers
         told.discard(sender)
-        self._pass_on(census, told)
+        self._pass_on(census, told, set(map(_number, payload[4])))
 
     def _may_be_worker(self, worker: int) -> bool:
         """Where others may lie, only those who are in the job are worth remembering."""
@@ -115,9 +118,11 @@ class Autograd:
             return False
         return True
 
-    def _pass_on(self, census: Census, workers: set[int]) -> None:
-        payload = (census.origin, census.version, census.newest, tuple(census.live))
-        workers.discard(self.node.info.id)
+    def _pass_on(self, census: Census, workers: set[int], told: set[int]) -> None:
+        """Tell a census to these workers, but for those that were told as it came here."""
+        workers = workers - told - {self.node.info.id}
+        told = (told | workers) if len(told) + len(workers) <= MOST_NAMED else set()
+        payload = (census.origin, census.version, census.newest, (*census.live,), (*told,))
         for worker in sorted(workers):
             self.node.post(worker, TOPIC_RELEASE, payload)
 

@@ -50,10 +50,8 @@ def begin(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> Pendin
     if function is value_of and isinstance(args[0], RRef) and not args[0].is_owner():
         return begin_fetch(args[0], where.timeout)
     message = _message(where, (function, args, kwargs), tensors, ints)
-    node = current_node()
-    if message is not None:
-        return node.call_written(where.worker, function, message, where.timeout)
-    return node.call(where.worker, function, args, kwargs, where.timeout)
+    timeout = where.timeout
+    return current_node().call(where.worker, function, args, kwargs, timeout, None, message)
 
 
 def begin_future(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> CallFuture:

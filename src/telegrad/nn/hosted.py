@@ -36,6 +36,14 @@ class HostedModule:
     def forward(self, around: Ambient | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.compute(around, self.prepared(args), self.prepared(kwargs))
 
+    def forward_tensors(self, *tensors: torch.Tensor) -> Any:
+        """As `forward`, for what nearly all calls are."""
+        if self.device is not None:
+            tensors = self._on_device(tensors)
+        if self._compilation is None:
+            return self.module(*tensors)
+        return self.compute(None, tensors, {})
+
     def forward_under(
         self,
         grad: bool,

@@ -37,6 +37,7 @@ from telegrad.rpc.rref import begin_method, finish_method
 from telegrad.wire.codec import extend
 
 _numbers = itertools.count()
+_TENSORS = {torch.Tensor}
 _VERSIONS = "versions on the worker"
 _SHARED = {*vars(nn.Module()), "rref", "remote_device", "timeout", "_number"}
 """What each face of a module has by itself; the rest of its attributes are those of a subclass."""
@@ -106,9 +107,14 @@ class RemoteModule(nn.Module):
         """Run the module on its worker and wait. `Lazy` arguments are fetched by that worker."""
         if is_dynamo_compiling():
             return self.rref.rpc_sync(self.timeout).forward_under(*_modes(), args, kwargs)
+        around = ambient()
         lenders: list[RRef[Any]] = []  # kept while this waits
-        request = (ambient(), lent(args, lenders), lent(kwargs, lenders))
-        return finish_method(self.rref, begin_method(self.rref, self.timeout, "forward", request))
+        if around is None and not kwargs and {*map(type, args)} <= _TENSORS:
+            pending = begin_method(self.rref, self.timeout, "forward_tensors", args)
+        else:
+            request = (around, lent(args, lenders), lent(kwargs, lenders))
+            pending = begin_method(self.rref, self.timeout, "forward", request)
+        return finish_method(self.rref, pending)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
         """As a call, but gives a future at once. Hooks of this object do not run."""

@@ -31,6 +31,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from telegrad.autograd.api import autograd_of, retrieve_context
+from telegrad.autograd.context import current_context
 from telegrad.optim.errors import OptimizerError, StepFailed
 from telegrad.optim.owned import Founded, Group, Member, Options, OwnedOptimizer, found_part
 from telegrad.optim.parameters import references_of
@@ -268,11 +269,14 @@ class DistributedOptimizer(Optimizer):
         treatments = tuple(self._treatments.pop(context_id, ()))
         changed = self._changed_options()
         number = next(self._numbers) if self._atomic else None
-        calls = {
-            owner: (context_id, treatments, self._of_owner(changed, owner), number)
-            for owner in self._parts
-        }
-        stepped, failed = self._attempt("step", calls)
+        if treatments or changed or number is not None or not _is_current(context_id):
+            calls = {
+                owner: (context_id, treatments, self._of_owner(changed, owner), number)
+                for owner in self._parts
+            }
+            stepped, failed = self._attempt("step", calls)
+        else:
+            stepped, failed = self._attempt("step_here", dict.fromkeys(self._parts, ()))
         if number is None:
             if failed:
                 self._fail(failed, tuple(stepped))
@@ -418,6 +422,7 @@ class DistributedOptimizer(Optimizer):
     ) -> tuple[dict[str, Any], dict[str, BaseException]]:
         """Call a method of several parts at once; what each returned, or raised."""
         begun: dict[str, Pending] = {}
+        leaving: list[Callable[[], None]] = []
         here: list[str] = []
         answers: dict[str, Any] = {}
         failed: dict[str, BaseException] = {}
@@ -427,9 +432,12 @@ class DistributedOptimizer(Optimizer):
                 here.append(owner)
                 continue
             try:
-                begun[owner] = begin_method(part, None, method, args)
+                begun[owner] = begin_method(part, None, method, args, None, None, leaving)
             except Exception as error:
                 failed[owner] = error
+        # Together: who gets the first may be put on this core, before the others have theirs.
+        for leave in leaving:
+            leave()
         # This worker's own part runs while the others work.
         for owner in (*here, *begun):
             part = self._parts[owner]
@@ -454,6 +462,12 @@ def _refuse_in_graph(what: str) -> None:
             f"{what} cannot be a part of a graph: enter the context outside of the compiled "
             f"function, and call {what} there, between the compiled part and step."
         )
+
+
+def _is_current(context_id: int | None) -> bool:
+    """Whether calls of this thread carry that context by themselves."""
+    context = current_context()
+    return context is not None and context.id == context_id
 
 
 _ABSENT = object()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from telegrad.autograd.api import autograd_of
+from telegrad.autograd.api import autograd_of, require_context
 from telegrad.autograd.leaves import add, grad_slots
 from telegrad.optim.errors import GroupRefused, OptimizerError
 from telegrad.optim.treatment import Treatment, all_finite, norms, treat
@@ -175,6 +175,8 @@ class OwnedOptimizer:
         total = {} if context_id is None else self._of_context(context_id)
         for place, gradient in self._accumulated.items():
             total[place] = add(gradient, total[place]) if place in total else gradient
+        if not treatments:
+            return total
         try:
             return dict(zip(total, treat(total.values(), treatments), strict=True))
         except RuntimeError as error:
@@ -185,11 +187,17 @@ class OwnedOptimizer:
         if context is None:
             # This worker took no part in it; that the context exists at all is the driver's to say.
             return {}
-        found = context.gradients()
-        gradients = {place: found.get(p) for place, p in enumerate(self._parameters)}
-        return {place: g.detach() for place, g in gradients.items() if g is not None}
+        gradients: dict[int, Tensor] = {}
+        for place, gradient in enumerate(context.gradients_of(self._parameters)):
+            if gradient is not None:
+                gradients[place] = gradient.detach() if gradient.requires_grad else gradient
+        return gradients
 
     # Stepping.
+
+    def step_here(self) -> None:
+        """As `step` for the context of the call, without anything else: nearly all steps."""
+        self.step(require_context().id, (), {}, None)
 
     def step(
         self,
@@ -223,13 +231,14 @@ class OwnedOptimizer:
             self._accumulated.clear()
 
     def _put(self, gradients: Mapping[int, Tensor]) -> None:
-        for place, parameter in enumerate(self._parameters):
-            try:
+        place = 0
+        try:
+            for place, parameter in enumerate(self._parameters):
                 parameter.grad = gradients.get(place)
-            except RuntimeError as error:
-                raise OptimizerError(
-                    f"the gradient of parameter {self._members[place].name!r} does not fit: {error}"
-                ) from error
+        except RuntimeError as error:
+            raise OptimizerError(
+                f"the gradient of parameter {self._members[place].name!r} does not fit: {error}"
+            ) from error
 
     def _explained(self, error: Exception, gradients: Mapping[int, Tensor]) -> OptimizerError:
         sparse = [place for place, gradient in gradients.items() if gradient.is_sparse]

@@ -113,8 +113,5 @@ def begin_async(
             _thread.settles = outer
 
     future._node = node
-    if message is None:
-        future._pending = node.call(to, target, args, kwargs, timeout, settle)
-    else:
-        future._pending = node.call_written(to, target, message, timeout, settle)
+    future._pending = node.call(to, target, args, kwargs, timeout, settle, message)
     return future

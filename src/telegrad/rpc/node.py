@@ -35,6 +35,7 @@ from telegrad.rpc.errors import (
 from telegrad.rpc.failures import describe_error, rebuild_error, told_error
 from telegrad.rpc.limits import Ledger, Limits, default_limits
 from telegrad.rpc.members import Members
+from telegrad.rpc.methods import METHOD
 from telegrad.rpc.results import Later, as_result
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.values import Values
@@ -181,10 +182,14 @@ class Node:
         kwargs: dict[str, object] | None,
         timeout: float | None = None,
         on_settled: Callable[[Pending], None] | None = None,
+        written: Packed | Parcel | None = None,
+        leaving: list[Callable[[], None]] | None = None,
     ) -> Pending:
         """Begin a call. `target` is a callable, or the name of one of the node's own operations.
 
         `on_settled` runs once, on any thread that may run user code, when the outcome is there.
+        `written` is the message, if it was written before or needs no tree. With `leaving` the call
+        is only made ready, and leaves when what is added to that list is called.
         """
         if self.closed:
             raise NotInitialized()
@@ -194,22 +199,9 @@ class Node:
             raise ValueError(
                 f"timeout={timeout!r} is no time: give seconds, 0 for no bound, None for the job's"
             )
-        request = (target, args, kwargs or {})
-        return self._begin(to, target, request, self.crossing.current(), timeout, on_settled)
-
-    def call_written(
-        self,
-        to: WorkerInfo,
-        target: object,
-        message: Packed,
-        timeout: float | None,
-        on_settled: Callable[[Pending], None] | None = None,
-    ) -> Pending:
-        """As `call`, with a message that was written before."""
-        if self.closed:
-            raise NotInitialized()
-        limit = self.timeout if timeout is None else timeout
-        return self._begin(to, target, message, self.crossing.current(), limit, on_settled)
+        request = (target, args, kwargs or {}) if written is None else written
+        scope = self.crossing.current()
+        return self._begin(to, target, request, scope, timeout, on_settled, leaving)
 
     def ask(self, to: int, operation: str, payload: object, scope: Scope | None) -> Pending:
         """Begin a call of one of the other node's own operations, under a scope of its own.
@@ -229,6 +221,7 @@ class Node:
         scope: Scope | None,
         timeout: float,
         on_settled: Callable[[Pending], None] | None = None,
+        leaving: list[Callable[[], None]] | None = None,
     ) -> Pending:
         worker = to.id
         try:
@@ -243,6 +236,8 @@ class Node:
             pending.completion.append(lambda: on_settled(pending))
         if worker in self._lost:
             self._settle_lost(pending)
+        elif leaving is not None:
+            leaving.append(partial(self.transport.call, pending, packed, note))
         else:
             self.transport.call(pending, packed, note)
         return pending
@@ -574,6 +569,11 @@ class Node:
 def _of_call(problem: Unpackable, request: tuple[Any, ...], to: str) -> Unpackable:
     """The same problem in the caller's words: of the function, `args` or `kwargs` of a call."""
     target, prefix, first = request[0], "value", 0
+    if type(request) is Parcel:
+        if target != METHOD:
+            return problem
+        path = problem.path.replace("value.tensors", "args", 1)
+        return problem.saying(path, f" for the call of a method on worker {to!r}")
     if type(target) is str:
         if target not in ("create", "fill", "invoke"):
             return problem

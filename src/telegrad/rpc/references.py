@@ -12,8 +12,9 @@ one that is and that will stay there until this one has come in.* All the rest k
     owner; the owner then tells the receiver `Accepted` and the one who passed it on `Unpin`.
 3.  A reference passed back to its owner is pinned too, until the owner has made it a handle.
 4.  `remote()` names reference and fork itself; the owner enters the fork as the request arrives.
-    Until then the caller's fork is unconfirmed. Others may mention the reference to the owner
-    before the request does, as requests and posts travel apart: the value is then *promised*.
+    The caller's fork is unconfirmed until the owner has answered; if it does not in time, the
+    caller registers its fork like any other. Others may mention the reference to the owner before
+    the request does, as requests and posts travel apart: the value is then *promised*.
 5.  A fork leaves the owner's table by `Release`, and that is sent only when its object is gone, the
     owner has confirmed it, and nothing is pinned to it. A dropped object may thus live on here.
 
@@ -283,7 +284,15 @@ class References:
             self._remember_refusal(reference, refusal)
             raise
         owned.state = State.PENDING
-        self._post(fork.created_on, Accepted(fork))
+
+    def create_answered(self, created: Transfer) -> None:
+        """The owner has answered the request of `remote()`, so it has the fork in its table."""
+        self._confirm(created.fork)
+
+    def create_unanswered(self, created: Transfer) -> None:
+        """The request of `remote()` may have arrived, and it is not known whether."""
+        if self.awaits_owner(created.fork):
+            self._post(created.reference.owner, Register(created, self._me))
 
     def _remember_refusal(self, reference: ReferenceId, refusal: Refused) -> None:
         """Who asks for that value may do so before it has heard that there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from telegrad.rpc.errors import (
     WorkerLost,
 )
 from telegrad.rpc.futures import CallFuture, begin_async
+from telegrad.rpc.methods import as_parcel
 from telegrad.rpc.node import Node, Passage, current_node
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
@@ -272,10 +274,20 @@ def _settle_creation(node: Node, to: WorkerInfo, created: Transfer, pending: Pen
         node.outcome(pending)
     except BaseException as error:
         if isinstance(error, CallTimeout) and pending.carried is not None:
-            return
-        if not node.closed and not node.is_lost(to.id):
+            node.values.creation_ended(created, answered=False)
+        elif not node.closed and not node.is_lost(to.id):
             data = (tuple(created.reference), tuple(created.fork))
-            node.call(to, "create_failed", (data, f"{type(error).__name__}: {error}"), None, 0)
+            told = (data, f"{type(error).__name__}: {error}")
+            node.call(to, "create_failed", told, None, 0, partial(_told_of_failure, node, created))
+    else:
+        node.values.creation_ended(created, answered=True)
+
+
+def _told_of_failure(node: Node, created: Transfer, pending: Pending) -> None:
+    # If it refused that as well, it says so by itself.
+    with suppress(TelegradError):
+        node.outcome(pending)
+        node.values.creation_ended(created, answered=True)
 
 
 def _nothing(pending: Pending) -> None:
@@ -337,19 +349,19 @@ def begin_method(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     message: Packed | None = None,
+    leaving: list[Callable[[], None]] | None = None,
 ) -> Pending:
     """Begin a call of a method of the value, for one who will `finish_method` it.
 
     The short way for telegrad's own parts: no future that others might wait for as well. `message`
-    is the `invocation` if it was written before.
+    is the `invocation` if it was written before; `leaving` is for calls that are to leave together.
     """
     rref._check_usable("a call of one of its methods")
-    node = rref._node
-    if message is not None:
-        pending = node.call_written(rref.owner(), INVOKE, message, timeout)
-    else:
-        call = (tuple(rref._reference), name, args, kwargs or {})
-        pending = node.call(rref.owner(), INVOKE, call, None, timeout)
+    node, reference = rref._node, rref._reference
+    owner = node.members.member(reference.owner).info
+    written = as_parcel(reference, name, args) if message is None and not kwargs else message
+    call = (tuple(reference), name, args, kwargs or {})
+    pending = node.call(owner, INVOKE, call, None, timeout, None, written, leaving)
     pending.target = _Method(rref, name)
     return pending
 

@@ -33,6 +33,7 @@ from telegrad.rpc.errors import (
     TelegradError,
     WorkerLost,
 )
+from telegrad.rpc.methods import METHOD, read_parcel
 from telegrad.rpc.references import (
     Accepted,
     Action,
@@ -154,6 +155,7 @@ class Values:
         node.on_operation("fill", self._fill)
         node.on_operation("fetch", self._fetch)
         node.on_operation("invoke", self._invoke)
+        node.on_operation(METHOD, self._invoke_parcel)
 
     # Making references.
 
@@ -175,6 +177,15 @@ class Values:
                 return self._core.create_remote(owner)
             except WorkerLost as loss:
                 raise self._by_name(loss) from None
+
+    def creation_ended(self, created: Transfer, answered: bool) -> None:
+        """The request that makes a value was answered, or was not in its time."""
+        with self._changed:
+            if answered:
+                self._core.create_answered(created)
+            else:
+                self._core.create_unanswered(created)
+        self._act()
 
     def abandon(self, created: Transfer) -> None:
         with self._changed:
@@ -354,8 +365,9 @@ class Values:
         try:
             with self._changed:
                 self._core.create_requested(created)
-        finally:
+        except Refused:
             self._act()
+            raise
         return created
 
     def _create_failed(self, sender: int, transfer: Any, reason: str) -> None:
@@ -417,12 +429,23 @@ class Values:
         return Later(lambda finish: self.when_ready(named, finish, sender))
 
     def _invoke(self, sender: int, reference: Any, name: str, args: Any, kwargs: Any) -> object:
-        named = read_reference(reference)
+        return self._invoke_named(sender, read_reference(reference), name, args, kwargs)
+
+    def _invoke_parcel(self, sender: int, parcel: Any) -> object:
+        return self._invoke_named(sender, *read_parcel(parcel), tuple(parcel.tensors), {})
+
+    def _invoke_named(
+        self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: Any
+    ) -> object:
         with self._changed:
             state = self._core.state(named)
-        if state in (State.PENDING, State.PROMISED):
+            waits = state is State.PENDING or state is State.PROMISED
+            value, error = (None, None) if waits else self._look(named, state)
+        if waits:
             return self._invoke_when_ready(sender, named, name, args, kwargs)
-        return self._call_method(self.value(named), name, args, kwargs)
+        if error is not None:
+            raise error
+        return self._call_method(value, name, args, kwargs)
 
     def _call_method(self, value: object, name: str, args: Any, kwargs: Any) -> object:
         self.await_confirmed()

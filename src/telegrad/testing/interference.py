@@ -32,6 +32,7 @@ from telegrad.rpc.errors import TelegradError, WorkerLost
 from telegrad.rpc.node import Node, current_node
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed
+from telegrad.wire.parcel import Parcel
 
 KINDS = ("call", "remote", "fetch", "method", "own")
 _SERVICE = "interference"
@@ -182,15 +183,17 @@ class _TroubledNode(Node):
         kwargs: dict[str, object] | None,
         timeout: float | None = None,
         on_settled: Callable[[Pending], None] | None = None,
+        written: Packed | Parcel | None = None,
+        leaving: list[Callable[[], None]] | None = None,
     ) -> Pending:
         message = _describe(to, target, args)
         if message is None:
-            return super().call(to, target, args, kwargs, timeout, on_settled)
+            return super().call(to, target, args, kwargs, timeout, on_settled, written)
         interference: Interference = self.services[_SERVICE]
         if interference.loses(message):
             return self._lose(to, target, message, on_settled)
         with _leaving.by(interference.delay(message)):
-            return super().call(to, target, args, kwargs, timeout, on_settled)
+            return super().call(to, target, args, kwargs, timeout, on_settled, written)
 
     def _lose(
         self,

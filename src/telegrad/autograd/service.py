@@ -101,12 +101,13 @@ class Autograd:
     def _on_release(self, sender: int, payload: tuple[Any, ...]) -> None:
         origin, version, newest = map(_number, payload[:3])
         census = Census(origin, version, newest, frozenset(map(_number, payload[3])))
+        were_told = set(map(_number, payload[4]))
         told: set[int] = set()
         for context in self.container.learn(census, keep=self._may_be_worker(origin)):
             self._end(context, _released(context))
             told |= context.known_workers
         told.discard(sender)
-        self._pass_on(census, told, set(map(_number, payload[4])))
+        self._pass_on(census, told, were_told)
 
     def _may_be_worker(self, worker: int) -> bool:
         """Where others may lie, only those who are in the job are worth remembering."""

@@ -454,3 +454,41 @@ def test_random_bytes_never_pass_for_more_than_frames() -> None:
 def receive_for_ever(link: Link) -> None:
     while True:
         link.receive()
+
+
+class Slow:
+    """A stream whose writer is slow to come back from the kernel."""
+
+    def __init__(self, stream: PlainStream) -> None:
+        self._stream = stream
+        self.wrote, self.go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def try_send(self, parts: Any) -> int:
+        sent = self._stream.try_send(parts)
+        self.wrote.set()
+        self.go_on.wait(10)
+        return sent
+
+
+def test_who_drains_a_link_may_close_it_although_another_thread_writes() -> None:
+    a, b = links()
+    slow = Slow(a.stream)
+    a.stream = slow
+    writing = threading.Thread(target=a.send, args=(Kind.REPLY, 1, b"last"))
+    writing.start()
+    assert slow.wrote.wait(10)
+
+    def leave() -> None:
+        a.send(Kind.LEAVING, 0)
+        a.drain(time.monotonic() + 10)
+        a.close()
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    slow.go_on.set()
+    assert [receive(b).kind, receive(b).kind] == [Kind.REPLY, Kind.LEAVING]
+    leaving.join(10)
+    writing.join(10)

@@ -642,6 +642,7 @@ class Agent:
             if farewell and not isinstance(end, Loopback):
                 with contextlib.suppress(OSError):
                     end.link.send(Kind.LEAVING, int(job_is_over), deadline=until)
+                    end.link.drain(until)
             end.end()
         for pending in cut:
             pending.complete()

@@ -56,6 +56,13 @@ class Outbox(Connection):
                 turn = self._take_turn()
             self._write_queue(turn, deadline)
 
+    def drain(self, deadline: float) -> None:
+        """Wait until all that was sent is written, by whoever writes, but not beyond that time."""
+        self.flush(deadline)
+        with self._lock:
+            if self._writing:
+                self._await_written(self._ticket, deadline)
+
     @property
     def has_unwritten(self) -> bool:
         return bool(self._queue) and not self._writing and not self.broken

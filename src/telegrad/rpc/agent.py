@@ -57,6 +57,9 @@ PAUSE_BEFORE_RETRY = 0.05
 MAX_UNANSWERED = 5
 PATIENCE_WITH_BUSY = 60.0
 PATIENCE_WITH_FAREWELL = 0.5
+BURY_EVERY = 0.02
+"""Seconds between two tellings of references that died: each takes the interpreter from those who
+work, and a step of training may let go of one after the other."""
 
 
 class _NotInTime(OSError):
@@ -84,6 +87,7 @@ class Agent:
         self.lookout = Lookout(self, meeting.key, liveness)
         meeting.silence = liveness
         self._announced = threading.Event()
+        self._next_burial = 0.0
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
         self._reception = Reception(self.watch, threads.run, self._greet, liveness)
@@ -241,7 +245,10 @@ class Agent:
             if isinstance(outgoing, Outgoing):
                 unwritten |= outgoing.tidies()
         if self.node.values.has_deaths:
-            self.threads.run(self._bury)
+            running = True
+            if now >= self._next_burial:
+                self._next_burial = now + BURY_EVERY
+                self.threads.run(self._bury)
         if self.node.calls.next_deadline <= now:
             self.complete_elsewhere(self.node.calls.expire(now))
         return QUICK_TICK if unwritten else TICK if running else 0.0

@@ -259,7 +259,7 @@ def test_a_context_in_the_name_of_another_goes_with_who_spoke_of_it(three: Job) 
 
 
 def tell_census(to: int, origin: int) -> None:
-    current_node().post(to, "autograd.release", (origin, 1, 1 << 60, (1, 2, 3)))
+    current_node().post(to, "autograd.release", (origin, 1, 1 << 60, (1, 2, 3), ()))
 
 
 def census_of() -> list[int]:

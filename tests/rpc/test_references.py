@@ -230,6 +230,32 @@ def test_who_gets_no_answer_asks_whether_its_request_came(first: str):
     assert all(not any(core.debug_info().values()) for core in job.cores)
 
 
+def test_a_value_that_has_been_is_not_waited_for():
+    job = Job()
+    ann, owner = job.cores[ANN], job.cores[OWNER]
+    created = ann.create_remote(OWNER)
+    assert owner.state(created.reference) is State.PROMISED
+    owner.create_requested(created)
+    assert owner.settle(created.reference)
+    ann.create_answered(created)
+    ann.drop(created.fork)
+    job.deliver_all()
+    assert owner.state(created.reference) is State.GONE
+
+
+def test_a_promise_that_was_let_go_may_still_be_kept():
+    job = Job()
+    ann, bob, owner = job.cores[ANN], job.cores[BOB], job.cores[OWNER]
+    created = ann.create_remote(OWNER)
+    bob.arrive(onward := ann.share(created.fork, BOB))
+    job.deliver_all()
+    bob.drop(onward.fork)
+    job.deliver_all()
+    assert owner.state(created.reference) is State.PROMISED
+    owner.create_requested(created)
+    assert owner.state(created.reference) is State.PENDING
+
+
 def test_an_abandoned_creation_leaves_nothing():
     ann = References(ANN)
     ann.abandon(ann.create_remote(OWNER))

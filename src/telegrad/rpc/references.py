@@ -77,6 +77,7 @@ class ForkId(NamedTuple):
 
 
 REFUSALS_KEPT = 4096
+DROPPED_KEPT = 4096
 """Values that were not made because too many are kept: so many are told from those to come."""
 
 Handle = ReferenceId | ForkId
@@ -236,6 +237,7 @@ class References:
         # Who told of a fork, where that is not its holder.
         self._tellers: dict[Transfer, int] = {}
         self._refusals: dict[ReferenceId, Refused] = {}
+        self._dropped: dict[ReferenceId, None] = {}
         self._number = number or itertools.count().__next__
         self._owned: dict[ReferenceId, _Owned] = {}
         self._held: dict[ForkId, _Held] = {}
@@ -325,7 +327,8 @@ class References:
         if reference in self._refusals:
             return State.FAILED
         creator = reference.created_on
-        return State.GONE if creator == self._me or creator in self._lost else State.PROMISED
+        gone = creator == self._me or creator in self._lost or reference in self._dropped
+        return State.GONE if gone else State.PROMISED
 
     def error(self, reference: ReferenceId) -> BaseException | None:
         owned = self._owned.get(reference)
@@ -539,6 +542,12 @@ class References:
         if not owned.handles and not owned.holders:
             del self._owned[reference]
             self._actions.append(Drop(reference))
+            if reference.created_on != self._me and owned.state is not State.PROMISED:
+                # Who drops what others still use (a shutdown) may be overtaken by its own fetch,
+                # which is not to wait for a value that has been.
+                self._dropped[reference] = None
+                if len(self._dropped) > DROPPED_KEPT:
+                    del self._dropped[next(iter(self._dropped))]
 
     # Membership
 

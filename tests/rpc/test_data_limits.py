@@ -101,6 +101,65 @@ def test_references_to_the_values_of_a_worker_are_limited(
     assert all("answered" in each for each in job["a"].do(get, "b", FEW))
 
 
+def create_beyond(to: str, most: int, count: int) -> None:
+    """Make values one after the other, and let go of each after `most` more."""
+    window: list[Any] = []
+    for _ in range(count):
+        window.append(rpc.remote(to, functions.Counter, args=(1,)))
+        del window[:-most]
+
+
+def test_values_that_are_refused_while_others_go_leave_nothing(
+    make_parties: MakeJob,  # noqa: F811
+) -> None:
+    """That there is no such value may find the room that the value did not find."""
+    job = make_parties("a", "b", limits=rpc.Limits(references=4 * FEW))
+    job["a"].do(create_beyond, "b", 4 * FEW, 600)
+    for name in "ab":
+        wait_until(job, name, open_calls, 0)
+        wait_until(job, name, references, {})
+
+
+def open_calls() -> int:
+    return current_node().calls.total()
+
+
+def create_waiting(to: str, count: int) -> list[str]:
+    made = [rpc.remote(to, functions.wait_for_gate) for _ in range(count)]
+    return [attempt(each.to_here) for each in made[FEW:]]
+
+
+def test_values_whose_making_is_refused_for_the_calls_that_run_leave_nothing(
+    make_parties: MakeJob,  # noqa: F811
+) -> None:
+    job = make_parties("a", "b", limits=rpc.Limits(calls_in_flight=FEW))
+    told = job["a"].do(create_waiting, "b", 4 * FEW)
+    assert all("rpc.Limits.calls_in_flight" in each for each in told), told
+    job["b"].do(functions.open_gate)
+    for name in "ab":
+        wait_until(job, name, references, {})
+
+
+def create_in_no_time(to: str) -> str:
+    late = rpc.remote(to, functions.wait_for_gate, timeout=0.1)
+    kept.append(late)
+    wait_until_expired = attempt(lambda: rpc.rpc_sync(to, functions.wait_for_gate, timeout=0.3))
+    assert "timed out" in wait_until_expired
+    return attempt(late.to_here)
+
+
+def test_a_value_that_is_made_too_late_is_kept_within_the_limit_and_let_go(
+    make_parties: MakeJob,  # noqa: F811
+) -> None:
+    job = make_parties("a", "b", limits=rpc.Limits(references=1))
+    assert "timed out" in job["a"].do(create_in_no_time, "b")
+    assert job["b"].do(references)["forks"] == 1
+    job["b"].do(functions.open_gate)
+    job["a"].do(forget)
+    for name in "ab":
+        wait_until(job, name, references, {})
+
+
 def pass_references(owner: str, to: str, count: int) -> list[str]:
     """Give references to values of one worker to another, which keeps them."""
     mine = [call(owner, functions.give_reference, n) for n in range(count)]

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.rpc.node import current_node
 from tests.rpc import functions
 from tests.rpc.fleet import Job
 from tests.rpc.functions import Account
@@ -324,3 +326,58 @@ def test_a_reference_whose_owner_was_killed_says_so(make_job: MakeJob) -> None:
     job["b"].kill()
     with pytest.raises((rpc.WorkerLost, rpc.ReferenceLost), match=r"'b'"):
         job["a"].do(fetch_made)
+
+
+_gate = threading.Event()
+
+
+def open_gate() -> None:
+    _gate.set()
+
+
+def read_slowly() -> SlowToRead:
+    _gate.wait(30)
+    return SlowToRead()
+
+
+class SlowToRead:
+    def __reduce__(self) -> Any:
+        return read_slowly, ()
+
+
+def give_at_gate() -> rpc.RRef[int]:
+    _gate.wait(30)
+    return rpc.RRef(1)
+
+
+def make_of_slow(to: str) -> None:
+    made = rpc.remote(to, type, args=(SlowToRead(),), timeout=0.1)
+    with pytest.raises(rpc.CallTimeout):
+        made.to_here(timeout=0.5)
+
+
+def ask_in_vain(to: str) -> None:
+    with pytest.raises(rpc.CallTimeout):
+        rpc.rpc_sync(to, give_at_gate, timeout=0.1)
+
+
+@pytest.mark.parametrize("give_up", [make_of_slow, ask_in_vain])
+def test_what_comes_of_a_call_after_its_deadline_is_let_go(
+    make_job: MakeJob, give_up: Callable[[str], None]
+) -> None:
+    """A request that is read when its caller has dropped the reference; a late answer with one."""
+    job = make_job("a", "b")
+    job["a"].do(give_up, "b")
+    job["b"].do(open_gate)
+    assert job["b"].do(wait_until_served, 1 if give_up is ask_in_vain else 2)
+    for name in "ab":
+        until = time.monotonic() + 20
+        while (left := job[name].do(references)) and any(left.values()):
+            assert time.monotonic() < until, f"{name} has {left}"
+
+
+def wait_until_served(count: int) -> bool:
+    until = time.monotonic() + 20
+    while current_node().calls_finished() < count and time.monotonic() < until:
+        time.sleep(0.01)
+    return current_node().calls_finished() >= count

@@ -155,6 +155,8 @@ class Agent:
         """Its caller is gone before the call has left: nobody will answer it."""
         if self.node.calls.take(pending.callee.id, pending.call_id) is not None:
             self.node.never_left(pending)
+        else:
+            self.node.calls.take_late(pending.callee.id, pending.call_id)
 
     def post(self, to: int, packed: Packed, note: bytes) -> None:
         try:

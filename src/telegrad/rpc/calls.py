@@ -22,6 +22,9 @@ from telegrad.rpc.references import Transfer
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.frames import Frame
 
+Late = Callable[["BaseException | None"], None]
+"""Is told how a call ended after its deadline: with that error, or well."""
+
 
 class Pending:
     """One call in flight, or settled."""
@@ -36,6 +39,7 @@ class Pending:
         "error",
         "frame",
         "latch",
+        "late",
         "target",
         "timeout",
     )
@@ -55,6 +59,7 @@ class Pending:
         # The references among its arguments; None once it is known that the call never left.
         self.carried: Sequence[Transfer] | None = ()
         self.latch: Lock | None = None
+        self.late: Late | None = None
 
     def settle(self, frame: Frame | None, error: TelegradError | None = None) -> None:
         """Store the outcome, then wake who waits. Only for the one who took it from the table."""
@@ -153,6 +158,8 @@ class Calls:
     def __init__(self) -> None:
         self._ids = itertools.count(1)
         self._to: dict[int, dict[int, Pending]] = {}
+        # Calls whose deadline has passed and that may still be answered, and who wants to know.
+        self._late: dict[int, dict[int, Late | None]] = {}
         self._lock = Lock()
         self.next_deadline = math.inf
 
@@ -208,8 +215,17 @@ class Calls:
             self.next_deadline = deadline
             return True
 
+    def take_late(self, callee: int, call_id: int) -> Late | None:
+        """Whom to tell of a call that ends after its deadline."""
+        late = self._late.get(callee)
+        return None if late is None else late.pop(call_id, None)
+
+    def expects(self, callee: int) -> bool:
+        """Whether that worker has something to answer, be it too late: it may hold references."""
+        return bool(self._to.get(callee) or self._late.get(callee))
+
     def expire_one(self, pending: Pending) -> bool:
-        if self.take(pending.callee.id, pending.call_id) is None:
+        if not self._take_expired(pending):
             return False
         pending.settle(
             None,
@@ -221,11 +237,25 @@ class Calls:
         )
         return True
 
+    def _take_expired(self, pending: Pending) -> bool:
+        worker, call_id = pending.callee.id, pending.call_id
+        with self._lock:
+            if not self.is_open(worker, call_id):
+                return False
+            # Before it is taken out: who then finds that the answer is late finds whom to tell.
+            late = self._late.setdefault(worker, {})
+            late[call_id] = pending.late
+            if self.take(worker, call_id) is None:
+                late.pop(call_id, None)
+                return False
+        return True
+
     def fail(self, callee: int | None, error: TelegradError) -> list[Pending]:
         """Settle with an error every call to that worker (None: to all workers)."""
         workers = list(self._to) if callee is None else [callee]
         failed = []
         for worker in workers:
+            self._late.pop(worker, None)
             for call_id in list(self._to.get(worker, ())):
                 pending = self.take(worker, call_id)
                 if pending is not None:

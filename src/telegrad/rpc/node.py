@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad.rpc.calls import Calls, Pending, afresh, describe_target
+from telegrad.rpc.calls import Calls, Late, Pending, afresh, describe_target, without_frames
 from telegrad.rpc.closing import CLOSING
 from telegrad.rpc.coroutines import Coroutines
 from telegrad.rpc.crossing import Crossing, NoCrossing, Scope
@@ -184,12 +184,14 @@ class Node:
         on_settled: Callable[[Pending], None] | None = None,
         written: Packed | Parcel | None = None,
         leaving: list[Callable[[], None]] | None = None,
+        on_late: Late | None = None,
     ) -> Pending:
         """Begin a call. `target` is a callable, or the name of one of the node's own operations.
 
         `on_settled` runs once, on any thread that may run user code, when the outcome is there.
         `written` is the message, if it was written before or needs no tree. With `leaving` the call
-        is only made ready, and leaves when what is added to that list is called.
+        is only made ready, and leaves when what is added to that list is called. `on_late` is told
+        the end of a call that its deadline has settled, if there is one while that worker lives.
         """
         if self.closed:
             raise NotInitialized()
@@ -201,7 +203,7 @@ class Node:
             )
         request = (target, args, kwargs or {}) if written is None else written
         scope = self.crossing.current()
-        return self._begin(to, target, request, scope, timeout, on_settled, leaving)
+        return self._begin(to, target, request, scope, timeout, on_settled, leaving, on_late)
 
     def ask(self, to: int, operation: str, payload: object, scope: Scope | None) -> Pending:
         """Begin a call of one of the other node's own operations, under a scope of its own.
@@ -222,6 +224,7 @@ class Node:
         timeout: float,
         on_settled: Callable[[Pending], None] | None = None,
         leaving: list[Callable[[], None]] | None = None,
+        on_late: Late | None = None,
     ) -> Pending:
         worker = to.id
         try:
@@ -230,6 +233,7 @@ class Node:
             raise _of_call(problem, request, to.name) from problem.__cause__
         pending = self.calls.begin(to, target, timeout, self.runtime.now())
         pending.carried = self.values.packed()
+        pending.late = on_late
         if target != CLOSING:
             self._made.add(worker)
         if on_settled is not None:
@@ -304,12 +308,18 @@ class Node:
 
     def discard(self, sender: int, frame: Frame) -> None:
         """A reply that came too late: what it refers to must be let go all the same."""
+        late = self.calls.take_late(sender, frame.call_id)
+        problem: BaseException | None = None
         try:
-            self._open(sender, frame)
-        except Exception:
-            return
+            value, _ = self._open(sender, frame)
+            if late is not None and frame.kind == Kind.ERROR:
+                problem = rebuild_error(told_error(value), self.trust)
+        except Exception as error:
+            problem = without_frames(error)
         finally:
             self.values.opened()
+        if late is not None:
+            late(problem)
 
     def post(self, to: int, topic: str, payload: object, scope: Scope | None = None) -> None:
         """Send a one-way message, handled once on the other side while both workers live.
@@ -346,6 +356,9 @@ class Node:
         self._made.add(pending.callee.id, -1)
         self.values.take_back(pending.carried or ())
         pending.carried = None
+        late = self.calls.take_late(pending.callee.id, pending.call_id)
+        if late is not None:
+            self.runtime.spawn(partial(late, pending.error))
 
     def lost_workers(self) -> dict[int, str]:
         """The workers that are gone, each with the reason."""

@@ -254,7 +254,7 @@ class Outgoing:
             return completed
         if self.link.is_halfway:
             self.agent.threads.run(self._read_for_others)
-        elif self.agent.node.calls.in_flight(self._worker):
+        elif self.agent.node.calls.expects(self._worker):
             # Whatever `_armed` says: a reader that disarms and one that arms may have crossed.
             self._armed = True
             self.agent.watch.look_for(self._descriptor, READABLE)
@@ -326,7 +326,7 @@ class Outgoing:
                         break
             finally:
                 self._give_up_reading()
-            if frame is None or not self.agent.node.calls.in_flight(worker):
+            if frame is None or not self.agent.node.calls.expects(worker):
                 return
 
     # Sending.

@@ -12,9 +12,10 @@ one that is and that will stay there until this one has come in.* All the rest k
     owner; the owner then tells the receiver `Accepted` and the one who passed it on `Unpin`.
 3.  A reference passed back to its owner is pinned too, until the owner has made it a handle.
 4.  `remote()` names reference and fork itself; the owner enters the fork as the request arrives.
-    The caller's fork is unconfirmed until the owner has answered; if it does not in time, the
-    caller registers its fork like any other. Others may mention the reference to the owner before
-    the request does, as requests and posts travel apart: the value is then *promised*.
+    The caller's fork is unconfirmed until the owner has answered, be it too late for who made the
+    call: what says `Release` before could overtake the request. Others may mention the reference
+    to the owner before the request does, as requests and posts travel apart: the value is then
+    *promised*.
 5.  A fork leaves the owner's table by `Release`, and that is sent only when its object is gone, the
     owner has confirmed it, and nothing is pinned to it. A dropped object may thus live on here.
 
@@ -289,12 +290,15 @@ class References:
 
     def create_answered(self, created: Transfer) -> None:
         """The owner has answered the request of `remote()`, so it has the fork in its table."""
-        self._confirm(created.fork)
-
-    def create_unanswered(self, created: Transfer) -> None:
-        """The request of `remote()` may have arrived, and it is not known whether."""
         if self.awaits_owner(created.fork):
-            self._post(created.reference.owner, Register(created, self._me))
+            self._confirm(created.fork)
+        else:
+            # Refused at first, and then there was room to be told of that; or left to itself.
+            self._post(created.reference.owner, Release(created))
+
+    def create_refused(self, created: Transfer, reason: str) -> None:
+        """The owner took neither the request of `remote()` nor the news that there is none."""
+        self._be_refused(created.fork, reason)
 
     def _remember_refusal(self, reference: ReferenceId, refusal: Refused) -> None:
         """Who asks for that value may do so before it has heard that there is none."""
@@ -441,8 +445,7 @@ class References:
                 self._awaited.discard((sender, worker))
                 self._end_fences_if_answered()
             case Gone(fork, reason):
-                if held := self._held.get(fork):
-                    self._lose(fork, held, ReferenceLost(reason))
+                self._be_refused(fork, reason)
 
     def _register(self, sender: int, message: Register) -> None:
         transfer, holder = message.transfer, message.holder
@@ -468,6 +471,12 @@ class References:
             return
         if holder == sender:
             self._post(holder, Accepted(transfer.fork))
+
+    def _be_refused(self, fork: ForkId, reason: str) -> None:
+        held = self._held.get(fork)
+        # What is confirmed came into the table after it was refused.
+        if held is not None and held.standing is _Standing.UNCONFIRMED:
+            self._lose(fork, held, ReferenceLost(reason))
 
     def _confirm(self, fork: ForkId) -> None:
         held = self._held.get(fork)

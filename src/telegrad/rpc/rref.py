@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
-from telegrad.rpc.calls import Pending
+from telegrad.rpc.calls import Pending, without_frames
 from telegrad.rpc.errors import (
     CallTimeout,
     LostWithWorker,
@@ -255,10 +254,10 @@ def remote_reference(
         if on_created is not None:
             on_created(pending)
 
+    request = (data, target, args, kwargs or {})
+    late = partial(_end_creation, node, to, created)
     try:
-        creation = node.call(
-            to, "create", (data, target, args, kwargs or {}), None, timeout, settled
-        )
+        creation = node.call(to, "create", request, None, timeout, settled, on_late=late)
     except BaseException:
         node.values.abandon(created)
         raise
@@ -269,25 +268,35 @@ def remote_reference(
 
 
 def _settle_creation(node: Node, to: WorkerInfo, created: Transfer, pending: Pending) -> None:
-    """If the owner could not read the request, tell it in words it can that there is no value."""
+    if isinstance(pending.error, CallTimeout):
+        return  # What the owner says later ends it, or that the request never left.
+    problem: BaseException | None = None
     try:
         node.outcome(pending)
     except BaseException as error:
-        if isinstance(error, CallTimeout) and pending.carried is not None:
-            node.values.creation_ended(created, answered=False)
-        elif not node.closed and not node.is_lost(to.id):
-            data = (tuple(created.reference), tuple(created.fork))
-            told = (data, f"{type(error).__name__}: {error}")
-            node.call(to, "create_failed", told, None, 0, partial(_told_of_failure, node, created))
-    else:
-        node.values.creation_ended(created, answered=True)
+        problem = without_frames(error)
+    _end_creation(node, to, created, problem)
+
+
+def _end_creation(
+    node: Node, to: WorkerInfo, created: Transfer, problem: BaseException | None
+) -> None:
+    """If the owner could not read the request, tell it in words it can that there is no value."""
+    if problem is None:
+        node.values.creation_answered(created)
+    elif not node.closed and not node.is_lost(to.id):
+        data = (tuple(created.reference), tuple(created.fork))
+        told = (data, f"{type(problem).__name__}: {problem}")
+        node.call(to, "create_failed", told, None, 0, partial(_told_of_failure, node, created))
 
 
 def _told_of_failure(node: Node, created: Transfer, pending: Pending) -> None:
-    # If it refused that as well, it says so by itself.
-    with suppress(TelegradError):
+    try:
         node.outcome(pending)
-        node.values.creation_ended(created, answered=True)
+    except TelegradError as error:
+        node.values.creation_refused(created, str(error))
+    else:
+        node.values.creation_answered(created)
 
 
 def _nothing(pending: Pending) -> None:

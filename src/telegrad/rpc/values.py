@@ -178,13 +178,16 @@ class Values:
             except WorkerLost as loss:
                 raise self._by_name(loss) from None
 
-    def creation_ended(self, created: Transfer, answered: bool) -> None:
-        """The request that makes a value was answered, or was not in its time."""
+    def creation_answered(self, created: Transfer) -> None:
+        """The owner knows of the value that it was asked to make."""
         with self._changed:
-            if answered:
-                self._core.create_answered(created)
-            else:
-                self._core.create_unanswered(created)
+            self._core.create_answered(created)
+        self._act()
+
+    def creation_refused(self, created: Transfer, reason: str) -> None:
+        """The owner does not even take note that there is no such value."""
+        with self._changed:
+            self._core.create_refused(created, reason)
         self._act()
 
     def abandon(self, created: Transfer) -> None:

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.calls import Pending, describe_target
+from telegrad.rpc.calls import Late, Pending, describe_target
 from telegrad.rpc.crossing import Scope
 from telegrad.rpc.errors import TelegradError, WorkerLost
 from telegrad.rpc.node import Node, current_node
@@ -185,15 +185,18 @@ class _TroubledNode(Node):
         on_settled: Callable[[Pending], None] | None = None,
         written: Packed | Parcel | None = None,
         leaving: list[Callable[[], None]] | None = None,
+        on_late: Late | None = None,
     ) -> Pending:
+        # None of them waits for others to leave with: each is late by itself.
         message = _describe(to, target, args)
+        rest = (timeout, on_settled, written, None, on_late)
         if message is None:
-            return super().call(to, target, args, kwargs, timeout, on_settled, written)
+            return super().call(to, target, args, kwargs, *rest)
         interference: Interference = self.services[_SERVICE]
         if interference.loses(message):
             return self._lose(to, target, message, on_settled)
         with _leaving.by(interference.delay(message)):
-            return super().call(to, target, args, kwargs, timeout, on_settled, written)
+            return super().call(to, target, args, kwargs, *rest)
 
     def _lose(
         self,

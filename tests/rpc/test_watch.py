@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -63,9 +64,11 @@ def test_a_poke_makes_the_watch_look(watch: Watch, looks: list[float]) -> None:
     reached = threading.Event()
     watch.call_later(0.0, reached.set)
     assert reached.wait(30)
-    before = len(looks)
     done = threading.Event()
     watch.call_later(0.5, done.set)
+    while not watch.sleeping:
+        time.sleep(0.001)  # Who does not sleep is not woken.
+    before = len(looks)
     watch.poke()
     assert done.wait(30)
     assert len(looks) > before + 2

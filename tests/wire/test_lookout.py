@@ -20,6 +20,14 @@ def pair():
         end.close()
 
 
+@pytest.fixture(autouse=True)
+def rested(monkeypatch):
+    """As in a process that has just begun: a job of another test may have been kept from looking,
+    and then nobody looks for a while."""
+    monkeypatch.setattr(Lookout, "_resting_until", 0.0)
+    monkeypatch.setattr(Lookout, "_rest", lookout.REST_FOR)
+
+
 def asked_for(look: Lookout) -> float:
     """Seconds that a wait for nothing looks."""
     start = time.monotonic()

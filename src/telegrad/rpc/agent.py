@@ -492,6 +492,7 @@ class Agent:
         try:
             visit = meet(self._meeting, self.node.info, outgoing.member, name, 0, "lane")
         except OSError:
+            outgoing.offer_to_widen()
             return
         if not self._attach(outgoing, name, visit):
             visit.close()

@@ -74,7 +74,11 @@ class Outgoing:
         self.link.stream.set_receive_timeout(RECEIVE_TIMEOUT)
         self._descriptor = self.link.stream.fileno()
         self.agent.watch.register(self._descriptor, self._noticed, ENDED)
-        if self.link.name and self._lanes_asked < MOST_LANES:
+        self.offer_to_widen()
+
+    def offer_to_widen(self) -> None:
+        """Let the link ask for a lane, when it has something to send that is worth one."""
+        if self.link.name and self._lanes_asked < MOST_LANES and not self.gone:
             self.link.widen = self._widen
 
     def _widen(self) -> None:

@@ -58,7 +58,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from telegrad.rpc.errors import LostWithWorker, ReferenceLost, Refused, WorkerLost
 from telegrad.rpc.limits import Ledger, unlimited
@@ -77,9 +77,10 @@ class ForkId(NamedTuple):
     number: int
 
 
-REFUSALS_KEPT = 4096
-DROPPED_KEPT = 4096
-"""Values that were not made because too many are kept: so many are told from those to come."""
+MOST_REMEMBERED = 4096
+"""So many values that were refused, and that have been, are told from those to come."""
+
+T = TypeVar("T")
 
 Handle = ReferenceId | ForkId
 """What an RRef object stands for: on the owner the reference itself, elsewhere its fork."""
@@ -302,9 +303,7 @@ class References:
 
     def _remember_refusal(self, reference: ReferenceId, refusal: Refused) -> None:
         """Who asks for that value may do so before it has heard that there is none."""
-        self._refusals[reference] = Refused(str(refusal))
-        if len(self._refusals) > REFUSALS_KEPT:
-            del self._refusals[next(iter(self._refusals))]
+        _remember(self._refusals, reference, Refused(str(refusal)))
         self._actions.append(Failed(reference))
 
     def settle(self, reference: ReferenceId) -> bool:
@@ -554,9 +553,7 @@ class References:
             if reference.created_on != self._me and owned.state is not State.PROMISED:
                 # Who drops what others still use (a shutdown) may be overtaken by its own fetch,
                 # which is not to wait for a value that has been.
-                self._dropped[reference] = None
-                if len(self._dropped) > DROPPED_KEPT:
-                    del self._dropped[next(iter(self._dropped))]
+                _remember(self._dropped, reference, None)
 
     # Membership
 
@@ -708,3 +705,10 @@ class References:
             str(owner),
             self._lost[owner],
         )
+
+
+def _remember(memory: dict[ReferenceId, T], reference: ReferenceId, value: T) -> None:
+    """Note something of a value that is not here. What was noted long ago is forgotten."""
+    memory[reference] = value
+    if len(memory) > MOST_REMEMBERED:
+        del memory[next(iter(memory))]

@@ -197,11 +197,9 @@ class Context:
     def gradients_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """As `gradients`, for these leaves. To look up a tensor is a call of a Python function."""
         with self.lock:
-            if len(self._uncommitted) == 1 and not self._gradients:
-                (found,) = self._uncommitted.values()
-                by_id = {id(leaf): gradient for leaf, gradient in found.items()}
-                return [by_id.get(id(leaf)) for leaf in leaves]
-        total = {id(leaf): gradient for leaf, gradient in self.gradients().items()}
+            total = {id(leaf): gradient for leaf, gradient in self._gradients.items()}
+            for found in self._uncommitted.values():
+                found.add_by_identity(total)
         return [total.get(id(leaf)) for leaf in leaves]
 
     def let_go(self) -> None:

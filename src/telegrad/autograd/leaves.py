@@ -89,13 +89,15 @@ class Gradients:
                 gradient = add(known, gradient)
         self._by_node[node] = gradient
 
-    def items(self) -> list[tuple[Tensor, Tensor]]:
-        """The leaves, each with its gradient."""
-        return self._found or self._leaves()
-
     def add_to(self, total: dict[Tensor, Tensor]) -> None:
-        for leaf, gradient in self.items():
+        for leaf, gradient in self._found or self._leaves():
             total[leaf] = add(total.get(leaf), gradient)
+
+    def add_by_identity(self, total: dict[int, Tensor]) -> None:
+        """As `add_to`, where nobody else looks at the leaves meanwhile."""
+        for leaf, gradient in self._found or self._leaves():
+            known = total.get(id(leaf))
+            total[id(leaf)] = gradient if known is None else add(known, gradient)
 
     def settle(self, create_graph: bool) -> None:
         """The pass has found all there is: make the sums its own, run what hangs on leaves."""

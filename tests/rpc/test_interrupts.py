@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import threading
@@ -276,3 +277,54 @@ def test_an_alarm_ends_a_write_that_does_not_get_on_and_loses_nothing(make_job: 
     finally:
         job["b"].signal(signal.SIGCONT)
     assert job["a"].do(rpc.rpc_sync, "b", functions.who_am_i) == "b"
+
+
+# Event loops.
+
+
+def hears_of_signals(count: int) -> tuple[int, int]:
+    """An event loop hears of signals by a descriptor: how often, and how often a handler ran."""
+    handled: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    main = threading.main_thread().ident
+    assert main is not None
+    for number in range(1, count + 1):
+        # As in the middle of a write: its handler is put off, and the knocks come in user code.
+        interrupts._is_shielded = lambda frame: True  # type: ignore[assignment]
+        signal.raise_signal(signal.SIGUSR2)
+        interrupts._is_shielded = is_shielded  # type: ignore[assignment]
+        until = time.monotonic() + 10
+        while len(handled) < number and time.monotonic() < until:
+            pass
+    signal.set_wakeup_fd(-1)
+    return os.read(reading, 4096).count(int(signal.SIGUSR2)), len(handled)
+
+
+is_shielded = interrupts._is_shielded
+
+
+def test_a_signal_that_was_put_off_comes_once_to_an_event_loop(make_job: MakeJob) -> None:
+    assert make_job("a")["a"].do(hears_of_signals, 20) == (20, 20)
+
+
+def handles_what_knocks_are() -> tuple[int, int]:
+    """The program has a handler for the very signal by which put off ones are told of."""
+    urgent: list[int] = []
+    assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
+    assert signal.signal(signal.SIGURG, lambda number, _: urgent.append(number)) is signal.SIG_DFL
+    heard = hears_of_signals(3)
+    assert heard == (3, 3)
+    before = len(urgent)
+    signal.raise_signal(signal.SIGURG)
+    after = len(urgent)
+    signal.signal(signal.SIGURG, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGURG)
+    assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
+    return before, after
+
+
+def test_a_program_may_handle_the_signal_of_knocks(make_job: MakeJob) -> None:
+    assert make_job("a")["a"].do(handles_what_knocks_are) == (0, 1)

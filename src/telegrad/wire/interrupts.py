@@ -10,7 +10,7 @@ So while a worker is in a job, a handler runs at once only where nothing can be 
 and in waits that hold nothing (`may_be_interrupted`). Else it is *put off*. It runs, and raises
 
 - where the transport waits or is done and says that it may (`run_put_off`),
-- or when the main thread is back in user code: a thread looks for that, and sends the signal again.
+- or when the main thread is back in user code: a thread looks for that, and *knocks* by a signal.
 
 Every wait of the transport comes to such a point soon: it looks now and then whether something was
 put off, and ends as it does at a deadline. Should one not, the handler is run there after `LONGEST`
@@ -21,6 +21,10 @@ Handlers that the program sets meanwhile are treated so as well. For that `signa
 `signal.getsignal`, which Python writes as calls of `_signal`, get our own functions there; the
 program sees its own handlers only. A handler that is replaced while it is put off is run in the
 step that replaces it: the signal came before.
+
+To knock with the signal that was put off would double it for event loops, which hear of signals by
+a descriptor (`signal.set_wakeup_fd`). So the knock is SIGURG: by default it is ignored, libraries
+have no use for it, and who has must expect it for no reason. Handlers of it go on to work.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ PAUSE = 0.002
 LONGEST = 2.0
 GLANCE = 0.05
 _LONGEST_WAIT = 3600.0
+KNOCK = int(signal.SIGURG)
 
 Handler = Callable[[int, FrameType | None], Any]
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -63,9 +68,10 @@ _TRANSPARENT = (
 )
 
 _open: set[CodeType] = set()
-_handlers: dict[int, Handler] = {}
-_knocked: dict[int, bool] = {}
-"""The next of these signals is, or may be, our own knocking."""
+_handlers: dict[int, Any] = {}
+"""What the program has set for the signals that come to us."""
+_knocked = False
+"""The next SIGURG is our own."""
 _knocking = False
 _insists: tuple[int, int] | None = None
 """The place (frame and instruction) at which what is put off is to run all the same."""
@@ -92,11 +98,12 @@ def install() -> None:
     _signal.signal, _signal.getsignal = _signal_anew, _getsignal
     for number in signal.valid_signals():
         handler = _get(number)
-        if handler is not _arrived and callable(handler):
-            _signal_anew(int(number), handler)
+        if handler is not _arrived and (callable(handler) or number == KNOCK):
+            _signal_anew(int(number), signal.SIG_DFL if handler is None else handler)
 
 
 def uninstall() -> None:
+    global _knocked
     if threading.current_thread() is not threading.main_thread():
         return
     if _signal.signal is _signal_anew:
@@ -104,6 +111,7 @@ def uninstall() -> None:
     for number, handler in list(_handlers.items()):
         if _get(number) is _arrived:
             _set(number, handler)
+    _knocked = False
     run_put_off()
 
 
@@ -115,11 +123,7 @@ def has_put_off() -> bool:
 def run_put_off() -> None:
     """For the transport, where something may be raised: run the handlers that were put off."""
     if has_put_off():
-        frame = sys._getframe(1)
-        while put_off:
-            number = next(iter(put_off))
-            del put_off[number]
-            _handlers[number](number, frame)
+        _run_all(sys._getframe(1))
 
 
 def at_a_time(seconds: float) -> float:
@@ -131,18 +135,13 @@ def at_a_time(seconds: float) -> float:
 
 def _signal_anew(number: int, handler: Any) -> Any:
     """In the place of `_signal.signal`: a handler of Python is called by way of ours."""
-    former = _handlers.get(number)
-    if callable(handler):
-        _handlers[number] = handler
-    try:
-        before = _set(number, _arrived if callable(handler) else handler)
-    except BaseException:
-        if former is not None:
-            _handlers[number] = former
-        raise
+    former = _getsignal(number)
+    before = _set(number, _arrived if callable(handler) else handler)
+    _handlers[number] = handler
+    if number == KNOCK:
+        _set(KNOCK, _arrived)
     if before is not _arrived:
         return before
-    assert former is not None
     if number in put_off:
         del put_off[number]
         former(number, sys._getframe(1))
@@ -156,16 +155,31 @@ def _getsignal(number: int) -> Any:
 
 def _arrived(number: int, frame: FrameType | None) -> None:
     """The handler of all signals that have one."""
-    global _insists
-    if _knocked.pop(number, False) and number not in put_off:
-        return  # What it was about has been answered meanwhile.
-    if frame is not None and _is_shielded(frame) and _place(frame) != _insists:
+    global _insists, _knocked
+    if number == KNOCK and _knocked:
+        _knocked = False
+        if _may_run(frame):
+            _insists = None
+            _run_all(frame)
+    elif not callable(_handlers[number]):
+        return  # As a SIGURG that nobody handles.
+    elif _may_run(frame):
+        put_off.pop(number, None)
+        _handlers[number](number, frame)
+    else:
         put_off[number] = None
         _start_knocking()
-        return
-    _insists = None
-    put_off.pop(number, None)
-    _handlers[number](number, frame)
+
+
+def _may_run(frame: FrameType | None) -> bool:
+    return frame is None or not _is_shielded(frame) or _place(frame) == _insists
+
+
+def _run_all(frame: FrameType | None) -> None:
+    while put_off:
+        number = next(iter(put_off))
+        del put_off[number]
+        _handlers[number](number, frame)
 
 
 def _is_shielded(frame: FrameType | None) -> bool:
@@ -204,7 +218,7 @@ def _start_knocking() -> None:
 
 
 def _knock(main: int) -> None:
-    global _knocking
+    global _knocking, _knocked
     patience = _Patience(main)
     while True:
         _knocking = False
@@ -212,12 +226,9 @@ def _knock(main: int) -> None:
             return
         _knocking = True
         time.sleep(PAUSE)
-        if patience.is_to_knock():
-            for number in tuple(put_off):
-                if _get(number) is _arrived and number in put_off:
-                    # Nothing that lets the main thread run stands between these three.
-                    _knocked[number] = True
-                    signal.pthread_kill(main, number)
+        if patience.is_to_knock() and put_off and _get(KNOCK) is _arrived:
+            _knocked = True
+            signal.pthread_kill(main, KNOCK)
 
 
 class _Patience:
@@ -245,10 +256,9 @@ class _Patience:
 
 def _forget() -> None:
     """A child has neither the signals of its parent nor the thread that knocks."""
-    global _knocking, _insists
-    _knocking, _insists = False, None
+    global _knocking, _knocked, _insists
+    _knocking, _knocked, _insists = False, False, None
     put_off.clear()
-    _knocked.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -187,19 +187,94 @@ counter = CompileCounterWithBackend("aot_eager")
 run = torch.compile(
     lambda x: rpc.rpc_sync("b", whose, (x, 1)), backend=counter, fullgraph=True
 )
+make = torch.compile(lambda x: rpc.remote("b", whose, (x, 1)), backend="eager", fullgraph=True)
+ask = torch.compile(lambda r, x: x * r.owner().id, backend="eager", fullgraph=True)
 
 def main():
-    torch.testing.assert_close(run(torch.ones(2)), rpc.rpc_sync("b", whose, (torch.ones(2), 1)))
+    x = torch.ones(2)
+    told = rpc.rpc_sync("b", whose, (x, 1))
+    torch.testing.assert_close(run(x), told)
+    torch.testing.assert_close(ask(make(x), x), told)
 
 if __name__ == "__main__":
-    for workers in (["a", "b"], ["b", "a"]):
+    torch._dynamo.config.recompile_limit = 2
+    for workers in (["a", "b"], ["b", "a"], ["a", "b"]):
         telegrad.run(main, workers=workers)
     print(counter.frame_count)
 """
 
 
-def test_a_second_job_finds_its_own_workers_under_the_names_of_the_first(tmp_path: Any) -> None:
+STARTED_ANEW = """
+import os, torch, telegrad
+from telegrad import autograd, rpc
+from telegrad.rpc import WorkerLost
+from torch._dynamo.testing import CompileCounterWithBackend
+
+def doubled(x):
+    return x * 2
+
+def whose(x):
+    return x * rpc.get_worker_info().id
+
+counter = CompileCounterWithBackend("aot_eager")
+run = torch.compile(
+    lambda x: rpc.rpc_sync("a", doubled, (x,)).pow(2).sum(), backend=counter, fullgraph=True
+)
+make = torch.compile(lambda x: rpc.remote("a", whose, (x,)), backend="eager", fullgraph=True)
+ask = torch.compile(lambda r, x: x * r.owner().id, backend="eager", fullgraph=True)
+
+def check():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [run(x)])
+        torch.testing.assert_close(autograd.get_gradients(context_id)[x], 8 * x.detach())
+    x = x.detach()
+    torch.testing.assert_close(ask(make(x), x), rpc.rpc_sync("a", whose, (x,)))
+
+def main():
+    check()
+    for _ in range(2):
+        try:
+            rpc.rpc_sync("a", os._exit, (3,))
+        except WorkerLost:
+            pass
+        rpc.wait_for_worker("a", timeout=30)
+        check()
+
+if __name__ == "__main__":
+    telegrad.run(main, workers=["a"], restarts=2)
+    print(counter.frame_count)
+"""
+
+
+def test_a_worker_that_is_started_anew_is_called_by_the_graphs_that_there_are(
+    tmp_path: Any,
+) -> None:
+    script = tmp_path / "started_anew.py"
+    script.write_text(STARTED_ANEW)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert ran.stdout.strip() == "1", ran.stderr
+
+
+def test_a_reference_that_a_graph_made_belongs_to_its_context() -> None:
+    def make(x: Tensor) -> Any:
+        return rpc.remote("worker1", f.layer, (x, x))
+
+    def use(reference: Any, x: Tensor) -> Tensor:
+        return (reference.to_here() * x).sum()
+
+    run_make, run_use = compiled(make, "aot_eager")[0], compiled(use, "aot_eager")[0]
+    x = torch.ones(2, 3, requires_grad=True)
+    with autograd.context():
+        reference = run_make(x)
+    with autograd.context() as context_id:
+        loss = run_use(reference, x)
+        with pytest.raises(AutogradError, match="a call of another autograd context"):
+            autograd.backward(context_id, [loss])
+
+
+def test_each_job_finds_its_own_workers_under_the_names_of_the_last(tmp_path: Any) -> None:
     script = tmp_path / "two_jobs.py"
     script.write_text(TWO_JOBS)
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
-    assert ran.stdout.strip() == "2", ran.stderr
+    assert ran.stdout.strip() == "3", ran.stderr

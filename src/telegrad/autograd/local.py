@@ -235,7 +235,9 @@ class Run:
 
     def take_enclosed(self, message: int) -> Sequence[Tensor | None] | None:
         """The gradients of what a node sent from inside, which waits for them; None: none came."""
-        source = self.sources[message]
+        source = self.sources.get(message)
+        if source is None:
+            raise _of_another_context()
         if source.state is State.PENDING:
             if self._current is not None:
                 self._answer_unreachable(self._current)
@@ -250,10 +252,7 @@ class Run:
         gradients: Sequence[Tensor | None]
         count = self._recv_counts.get(message)
         if count is None:
-            raise AutogradError(
-                "Backward reached a tensor that came in a call of another autograd context. Give "
-                "backward the id of the context in which the calls were made."
-            )
+            raise _of_another_context()
         if count == 1:
             assert message not in self._answered, "a recv ran twice"
             gradients = (gradient,)
@@ -546,3 +545,10 @@ def _explain_reentrant_checkpoint(error: RuntimeError) -> None:
             "torch.utils.checkpoint with use_reentrant=True writes to .grad by itself and cannot "
             "take part in a distributed backward pass. Use use_reentrant=False."
         ) from error
+
+
+def _of_another_context() -> AutogradError:
+    return AutogradError(
+        "Backward reached a tensor that came in a call of another autograd context. Give backward "
+        "the id of the context in which the calls were made."
+    )

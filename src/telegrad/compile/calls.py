@@ -251,6 +251,9 @@ def begin(
     which are its own."""
     if context is None:
         context = current_context()
+    node = current_node()
+    if node.is_lost(site.worker.id):
+        site.follow(node)
     own = _all_leaving(tensors)
     if context is None:
         return Call(site.name, None, ()), send(site, own, ints)
@@ -262,7 +265,7 @@ def begin(
             if need:
                 own[place].requires_grad_()
                 sent.append(place)
-    own_worker = site.worker.id == current_node().info.id
+    own_worker = site.worker.id == node.info.id
     if sent and own_worker:
         raise _to_itself(site.name)
     # In the eyes of the rpc layer the call belongs to the context; it asks for its scopes only.

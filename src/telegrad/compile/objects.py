@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from telegrad.compile import reads, torch_private
 from telegrad.compile.handles import collect_all, wait_all
+from telegrad.compile.sites import Era
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.rpc.futures import CallFuture
 from telegrad.rpc.rref import RRef
@@ -52,7 +53,7 @@ reads.guard_reads()
 process_groups.fold("name")
 device_meshes.trace("get_all_groups")
 _HANDLES = (RRef, WorkerInfo, CallFuture, RemoteModule)
-torch_private.guard_identity(_HANDLES)
+torch_private.guard_identity((*_HANDLES, Era))
 torch_private.guard_aliases(_HANDLES)
 torch_private.guard_signs_of_zero()
 torch_private.trace_instead(

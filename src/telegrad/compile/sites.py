@@ -9,14 +9,14 @@ depend on them.
 
 What was traced holds for one *era*, which is a constant of every graph. A new one begins with each
 job, whose workers may be others under the same names, and when a function turns out to have
-changed.
+changed. A worker that is started anew within a job is called by the graphs that there are.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
+import weakref
 from collections.abc import Callable
 from contextvars import Context as Variables
 from dataclasses import dataclass, replace
@@ -28,9 +28,10 @@ import torch
 from telegrad.autograd.enclosed import Reads
 from telegrad.compile import torch_private
 from telegrad.compile.arguments import Builder, Template, builder
-from telegrad.compile.handles import call_method, constant
+from telegrad.compile.handles import call_method, constant, value_of
 from telegrad.compile.written import Written, may_be_kept
-from telegrad.rpc.node import Node, current_node, register_layer
+from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.node import Node, current_node, find_node, register_layer
 from telegrad.rpc.worker import WorkerInfo
 
 T = TypeVar("T")
@@ -45,6 +46,23 @@ class Site:
     function: Callable[..., Any]
     template: Template
     timeout: float | None
+    code: str = ""
+    """The fingerprint of the function."""
+
+    def follow(self, node: Node) -> None:
+        """The worker is lost. Whoever has come under its name is meant from now on, as in eager
+        mode; a value is lost with its worker, though."""
+        worker = node.members.find(self.worker.name)
+        if node.is_lost(worker.id) or self.function in (call_method, value_of):
+            return  # Who makes the call says so.
+        if ask(node, worker, fingerprint, self.function) != self.code:
+            begin_era()
+            raise TelegradError(
+                f"Worker {worker.name!r} was started anew with other code for {self.name}. The "
+                "next call of the compiled function traces anew."
+            )
+        self.__dict__.pop("written", None)
+        self.__dict__["worker"] = worker
 
     @functools.cached_property
     def name(self) -> str:
@@ -82,24 +100,61 @@ class Site:
         return {}
 
 
-class _Era:
-    """Dynamo guards its name, as it does any attribute of a global."""
-
-    name = "era 0"
+class Era:
+    """Graphs ask for it by `is`, so Dynamo guards which one it is."""
 
 
-era = _Era()
-era.name = _Era.name
-_eras = itertools.count(1)
+class _Eras:
+    now = Era()
+    roll = Era()
+    """Changes as well when another worker comes under a name."""
 
 
-def begin_era(node: Node | None = None) -> None:
+eras = _Eras()
+eras.now, eras.roll = _Eras.now, _Eras.roll
+NEVER = Era()
+
+
+def begin_era() -> None:
     """Have every compiled function that makes calls traced anew when it is called again."""
-    era.name = f"era {next(_eras)}"
+    eras.now = Era()
     _fingerprints.clear()
 
 
-register_layer("compile", begin_era)
+def _begin_roll(*_: object) -> None:
+    eras.roll = Era()
+
+
+def _join(node: Node) -> None:
+    begin_era()
+    _begin_roll()
+    if find_node() is None:
+        # Nobody runs them now. Torch would count them as compilations of the same function, of
+        # which it allows a few.
+        for code in _codes.values():
+            torch_private.forget_graphs(code)
+        _codes.clear()
+
+
+def _watch(node: Node) -> None:
+    """Have a new roll begin when the workers that a node knows are others. Asked for when it
+    matters: the node may have been made before this room was needed."""
+    if node.members.on_replaced is None:
+        node.members.on_replaced = _begin_roll
+        node.on_lost(_begin_roll)
+
+
+register_layer("compile", _join)
+
+
+_codes: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()
+"""The code of which there are graphs that hold for an era, or for a roll."""
+
+
+def _note_code() -> None:
+    code = torch_private.code_being_traced()
+    if code is not None:
+        _codes[id(code)] = code
 
 
 _sites: dict[str, Site] = {}
@@ -128,9 +183,10 @@ def locate(
         _fingerprints[known] = ask(node, worker, fingerprint, function)
     parts = (worker.name, _name(function), _description(template), timeout, _fingerprints[known])
     key = f"{_name(function)} on {worker.name} #{_digest(repr(parts))}"
-    _sites[key] = Site(key, worker, function, template, timeout)
+    _sites[key] = Site(key, worker, function, template, timeout, _fingerprints[known])
     if traced:
         _unasked.add(key)
+        _note_code()
         torch_private.once_traced(_sites[key].reads.note)
     return key, worker.name
 
@@ -144,13 +200,18 @@ def give_key(known: str, key: str) -> str:
 
 def worker_info(to: str | int) -> WorkerInfo:
     """Who that is. Inlined by Dynamo."""
+    if eras.roll is NEVER:
+        raise AssertionError("a roll that never begins has begun")
     name, number = _name_and_number(to if isinstance(to, str) else constant(to))
     return WorkerInfo(name, number)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _name_and_number(to: str | int) -> tuple[str, int]:
-    found = current_node().members.find(to)
+    node = current_node()
+    _watch(node)
+    _note_code()
+    found = node.members.find(to)
     return found.name, found.id
 
 

@@ -11,6 +11,7 @@ Each private call sits behind one small function here, and nowhere else. What is
 * Dynamo looks up how to trace `is` and `is not` in a table, and asks one method of each kind of
   object for its hash when the object is used as a key.
 * Dynamo guards a constant by one method of its guard builder, and takes functions as guards.
+* Dynamo knows the code that it compiles, and forgets the graphs of one when it is told to.
 * Dynamo says when a graph is complete, and its placeholders know the tensors that they stand for.
 * Dynamo traces a call of one of torch's functions by one method of its variable.
 * An operator holds the function that dispatches it, and calls that function.
@@ -24,12 +25,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import polyfills
+from torch._dynamo import polyfills, symbolic_convert
 from torch._dynamo.decorators import DynamoConfigPatchProxy
+from torch._dynamo.eval_frame import remove_from_cache
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import AttrSource, ConstantSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, compare_op_handlers
@@ -330,6 +333,17 @@ def once_traced(tell: Callable[[list[Tensor]], None]) -> None:
         tell(found)
 
     output.add_cleanup_hook(finish)
+
+
+def code_being_traced() -> CodeType | None:
+    """The code of the function that Dynamo compiles now, if it does; not of one that it inlines."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    return None if translator is None else translator.output.root_tx.f_code
+
+
+def forget_graphs(code: CodeType) -> None:
+    """Have no graphs of a function any more. None of them may be running."""
+    remove_from_cache(code)
 
 
 def trace_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:

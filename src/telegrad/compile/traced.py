@@ -29,7 +29,7 @@ from telegrad.compile.shapes import (
     settled,
     template_of,
 )
-from telegrad.compile.sites import Site, era, locate, worker_info
+from telegrad.compile.sites import NEVER, Site, eras, locate, worker_info
 from telegrad.rpc.calls import describe_target
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.worker import WorkerInfo
@@ -126,7 +126,7 @@ def _located(
     template = split((tuple(args or ()), kwargs or {}), found)
     if timeout is not None:
         timeout = constant(timeout)
-    traced = is_dynamo_compiling() and len(era.name) > 0
+    traced = is_dynamo_compiling() and eras.now is not NEVER
     key, owner = locate(_plain(to), function, template, timeout, traced)
     if traced:
         # Nothing uses it, so it is in no graph that was optimized.

@@ -55,6 +55,8 @@ class Members:
         self._look_up = look_up
         self._ranks = ranks
         self._size = size
+        self.on_replaced: Callable[[], object] | None = None
+        """Called when another worker has come under a name."""
         for member in members:
             self.add(member)
 
@@ -64,6 +66,8 @@ class Members:
         if known is None or known.id in self._lost or known.id < info.id:
             self._by_name[info.name] = info
         self._by_id[info.id] = member
+        if known is not None and known.id != info.id and self.on_replaced is not None:
+            self.on_replaced()
 
     def seen_by_another(self) -> Members:
         """The same workers, for another worker of this process: who is lost is its own matter."""

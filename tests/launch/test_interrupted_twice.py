@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 SCRIPT = """
@@ -36,3 +38,42 @@ def test_a_second_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert "left: [] False" in ended.stdout, ended.stdout + ended.stderr
+
+
+STARTING = """
+import os, signal, threading, time
+import telegrad
+
+
+def interrupt_thrice():
+    while not any(each.name == "telegrad-join" for each in threading.enumerate()):
+        time.sleep(0.001)
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=interrupt_thrice).start()
+    try:
+        telegrad.run(print, workers=2)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        joining = any(each.name == "telegrad-join" for each in threading.enumerate())
+        print("still joining:", joining, "left:", os.listdir(os.environ["XDG_RUNTIME_DIR"]))
+"""
+
+
+def test_ctrl_c_while_a_job_starts_ends_whole_however_often_it_is_pressed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STARTING)
+    with tempfile.TemporaryDirectory(prefix="tg-") as directory:  # a socket's path has to be short
+        ended = subprocess.run(
+            [sys.executable, script],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "XDG_RUNTIME_DIR": directory},
+        )
+    assert ended.stdout == "still joining: False left: []\n", ended.stdout + ended.stderr
+    assert ended.returncode == 0, ended.stderr

@@ -237,6 +237,27 @@ def handlers_after_the_job() -> bool:
     return _signal.getsignal(signal.SIGUSR2) is be_late and _signal.signal is interrupts._set
 
 
+def test_a_program_that_was_given_as_a_string_is_interrupted_at_once(make_job: MakeJob) -> None:
+    assert make_job("a")["a"].do(shielded_when_called_from_telegrad) == [False, True]
+
+
+def shielded_when_called_from_telegrad() -> list[bool]:
+    """Of a function of a program by `-c`, and of a method that was made for a dataclass."""
+    names: dict[str, Any] = {"found": [], "is_shielded": interrupts._is_shielded}
+    exec(
+        "import sys\n"
+        "def program(*_): found.append(is_shielded(sys._getframe()))\n"
+        "def __init__(*_): found.append(is_shielded(sys._getframe()))\n",
+        names,
+    )
+    for handler in (names["program"], names["__init__"]):
+        signal.signal(signal.SIGUSR2, handler)
+        interrupts.put_off[int(signal.SIGUSR2)] = None
+        interrupts.run_put_off()
+    found: list[bool] = names["found"]
+    return found
+
+
 # Waits.
 
 

@@ -10,10 +10,14 @@ the workers watch for it themselves (lifeline.py).
 Joining waits inside torch's store, which no signal interrupts. So it is done by a thread, while
 the calling thread waits where Ctrl-C and the death of a worker can reach it. When the wait is
 given up the store goes away, and with it the thread's reason to wait.
+
+An interrupt comes through in waits only (`wire/interrupts.py`), so that neither starting nor ending
+a job is left half done, however often Ctrl-C is pressed.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import queue
@@ -36,6 +40,7 @@ from telegrad.rpc.arguments import check_seconds, check_whole
 from telegrad.rpc.room import room_to
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire import interrupts
+from telegrad.wire.at_exit import leave_threads_behind
 from telegrad.wire.group import check_backend
 
 T = TypeVar("T")
@@ -173,6 +178,25 @@ def run_with(
     _check(main, env, threads, seed, timeout, liveness)
     if tensors is not None:
         check_backend(tensors)
+    interrupts.install("launch")
+    try:
+        return _run(conduct, main, names, env, threads, seed, timeout, restarts, liveness, tensors)
+    finally:
+        interrupts.uninstall("launch")
+
+
+def _run(
+    conduct: Conduct,
+    main: Callable[[], T],
+    names: tuple[str, ...],
+    env: Mapping[str, str],
+    threads: int,
+    seed: int | None,
+    timeout: float,
+    restarts: int,
+    liveness: float,
+    tensors: str | None,
+) -> T:
     life = 0 if restarts else None
     what = f"start a job of {len(names) + 1} processes"
     with room_to(what, _NEEDED_TO_START):
@@ -199,8 +223,6 @@ def run_with(
             if conduct.on_lost is not None:
                 size = len(seats)
                 conduct.on_lost(lambda worker: processes.replace(worker % size, worker // size))
-        # Another thread has joined, and Ctrl-C comes to this one.
-        interrupts.install()
         result = main()
         if restarts:
             processes.supervise(0)
@@ -209,17 +231,14 @@ def run_with(
     except BaseException as error:
         try:
             processes.end()
-            del store
-            # A thread that still waits in C++ when the interpreter ends would abort the process.
-            joining.join(_LEAVE_SECONDS)
         finally:
+            del store
+            _await_end_of(joining)
             _leave_at_once(conduct, error)
         if not isinstance(error, LaunchError):
             for ended in processes.failures():
                 error.add_note(str(ended))
         raise
-    finally:
-        interrupts.uninstall()
     processes.end()
     return result
 
@@ -264,6 +283,7 @@ def _join(conduct: Conduct, seat: Seat, news: _News) -> None:
         news.put(None)
 
 
+@interrupts.may_be_interrupted
 def _wait_for_start(news: _News, workers: int, timeout: float) -> None:
     try:
         problem = news.get(timeout=timeout)
@@ -274,6 +294,13 @@ def _wait_for_start(news: _News, workers: int, timeout: float) -> None:
         ) from None
     if problem is not None:
         raise problem
+
+
+def _await_end_of(joining: threading.Thread) -> None:
+    """A thread that still waits in C++ when the interpreter ends would abort the process."""
+    joining.join(_LEAVE_SECONDS)
+    if joining.is_alive():
+        atexit.register(leave_threads_behind)
 
 
 def _leave_at_once(conduct: Conduct, error: BaseException) -> None:

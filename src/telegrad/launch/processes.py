@@ -23,6 +23,7 @@ from telegrad.launch.job import (
     Supervise,
     ThreadsBeforeFork,
 )
+from telegrad.wire.interrupts import may_be_interrupted
 
 _END_SECONDS = 2.0
 # What is computed in the fork server must not start threads; see forkserver.py.
@@ -90,6 +91,7 @@ class LocalProcesses:
         with contextlib.suppress(OSError):  # then the listener reports how the server ended
             self._channel.send(Supervise(restarts))
 
+    @may_be_interrupted
     def wait(self, timeout: float) -> bool:
         """Wait until every worker has ended by itself."""
         with self._changed:

@@ -130,7 +130,7 @@ def init_rpc(
         node.services["rendezvous"] = visit
         node.services["static"] = world_size is not None
         set_process_node(node)
-        interrupts.install()
+        interrupts.install("job")
         agent.start(announce=bool(life))
 
 
@@ -219,7 +219,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
             set_process_node(None)
             agent.close(job_is_over=node.services["closing"].is_over())
             agent.threads.close()
-            interrupts.uninstall()
+            interrupts.uninstall("job")
 
 
 def _await_own_calls(node: Node, timeout: float) -> None:

@@ -6,7 +6,7 @@ raised there. In the middle of a write or a read that would cost more than the c
 interrupted: a frame that has its number but was never kept, bytes that were taken from the socket
 and are in no buffer. The link to that worker would be lost to every thread.
 
-So while a worker is in a job, a handler runs at once only where nothing can be torn: in user code,
+So while a worker is in a job, or a job is started or ended here, a handler runs at once only where nothing can be torn: in user code,
 and in waits that hold nothing (`may_be_interrupted`). Else it is *put off*. It runs, and raises
 
 - where the transport waits or is done and says that it may (`run_put_off`),
@@ -57,10 +57,9 @@ put_off: dict[int, None] = {}
 """The signals whose handlers are put off, in the order in which they came."""
 
 _PACKAGE = Path(__file__).parents[1]
-_SHIELDED = tuple(f"{_PACKAGE / room}/" for room in ("wire", "rpc", "autograd"))
+_SHIELDED = tuple(f"{_PACKAGE / room}/" for room in ("wire", "rpc", "autograd", "launch"))
 _STANDARD = f"{Path(threading.__file__).parent}/"
 _TRANSPARENT = (
-    "<string>",  # The methods that dataclasses and named tuples have made for them.
     "<frozen ",
     "<__array_function__",
     f"{Path(numpy.__file__).parent}/",
@@ -73,6 +72,7 @@ _handlers: dict[int, Any] = {}
 _knocked = False
 """The next SIGURG is our own."""
 _knocking = False
+_users: set[str] = set()
 _insists: tuple[int, int] | None = None
 """The place (frame and instruction) at which what is put off is to run all the same."""
 _set: Callable[[int, Any], Any] = _signal.signal
@@ -91,10 +91,11 @@ def await_latch(latch: threading.Lock, seconds: float = -1) -> bool:
     return latch.acquire(timeout=seconds)
 
 
-def install() -> None:
+def install(user: str) -> None:
     """Take care of the handlers that there are, and of those to come. Only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         return
+    _users.add(user)
     _signal.signal, _signal.getsignal = _signal_anew, _getsignal
     for number in signal.valid_signals():
         handler = _get(number)
@@ -102,9 +103,13 @@ def install() -> None:
             _signal_anew(int(number), signal.SIG_DFL if handler is None else handler)
 
 
-def uninstall() -> None:
+def uninstall(user: str) -> None:
+    """That one needs it no more. The last leaves the handlers as the program has set them."""
     global _knocked
     if threading.current_thread() is not threading.main_thread():
+        return
+    _users.discard(user)
+    if _users:
         return
     if _signal.signal is _signal_anew:
         _signal.signal, _signal.getsignal = _set, _get
@@ -191,11 +196,20 @@ def _is_shielded(frame: FrameType | None) -> bool:
             return False
         if file.startswith(_SHIELDED):
             return True
-        is_standard = file.startswith(_STANDARD) and "-packages" not in file
-        if not is_standard and not file.startswith(_TRANSPARENT):
+        if not _is_nobodys(code, file):
             return False
         frame = frame.f_back
     return False
+
+
+def _is_nobodys(code: CodeType, file: str) -> bool:
+    """Whether it runs for whoever called it."""
+    if file == "<string>":
+        # A method that a dataclass or a named tuple has had made; else a program given by `-c`.
+        return code.co_name.startswith("__")
+    if file.startswith(_STANDARD):
+        return "-packages" not in file
+    return file.startswith(_TRANSPARENT)
 
 
 def _place(frame: FrameType) -> tuple[int, int]:

@@ -6,8 +6,9 @@ raised there. In the middle of a write or a read that would cost more than the c
 interrupted: a frame that has its number but was never kept, bytes that were taken from the socket
 and are in no buffer. The link to that worker would be lost to every thread.
 
-So while a worker is in a job, or a job is started or ended here, a handler runs at once only where nothing can be torn: in user code,
-and in waits that hold nothing (`may_be_interrupted`). Else it is *put off*. It runs, and raises
+So while a worker is in a job, or one is started or ended here, a handler runs at once only where
+nothing can be torn: in user code, and in waits that hold nothing (`may_be_interrupted`). Else it is
+*put off*. It runs, and raises
 
 - where the transport waits or is done and says that it may (`run_put_off`),
 - or when the main thread is back in user code: a thread looks for that, and *knocks* by a signal.

@@ -17,6 +17,7 @@ from telegrad import autograd, rpc
 from telegrad.autograd.context import WORKER_SHIFT, working_in
 from telegrad.autograd.messages import Begin, History, Options, encode
 from telegrad.autograd.service import Autograd
+from telegrad.rpc.agent import Agent
 from telegrad.rpc.node import current_node
 from tests.rpc import data_functions as functions
 from tests.rpc.fleet import Job
@@ -308,3 +309,38 @@ def test_coroutines_are_limited_as_calls_are(make_parties: MakeJob) -> None:  # 
 
 def outcomes() -> list[str]:
     return [attempt(future.wait) for future in kept[:FEW]]
+
+
+def connect_anew(to: int) -> None:
+    """As an honest worker never does: leave the connection, and come by another."""
+    agent = current_node().transport
+    assert isinstance(agent, Agent)
+    with agent._lock:
+        left: Any = agent._outgoing.pop(to)
+    left.gone = True  # and does not mend it
+    kept.append(left)
+    agent._reach(to)
+
+
+def call_and_connect_anew(to: str, times: int) -> list[str]:
+    told = []
+    for _ in range(times):
+        futures = [rpc.rpc_async(to, functions.wait_for_gate, timeout=0.5) for _ in range(FEW)]
+        told += [attempt(future.wait) for future in futures]
+        connect_anew(B)
+    return told
+
+
+def running() -> int:
+    return functions.waiting
+
+
+def test_calls_that_run_are_counted_over_all_connections(make_parties: MakeJob) -> None:  # noqa: F811
+    job = make_parties("a", "b", "c", limits=rpc.Limits(calls_in_flight=FEW))
+    told = job["a"].do(call_and_connect_anew, "b", 4)
+    assert all("timed out" in each for each in told[:FEW]), told
+    assert all("already runs 5 calls of worker 'a'" in each for each in told[FEW:]), told
+    assert job["b"].do(running) == FEW
+    assert job["c"].do(call, "b", functions.open_gate) is None
+    wait_until(job, "b", running, 0)
+    assert job["a"].do(call, "b", functions.scale, 2) == 4

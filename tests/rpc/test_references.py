@@ -9,7 +9,8 @@ from itertools import accumulate
 
 import pytest
 
-from telegrad.rpc.errors import ReferenceLost, WorkerLost
+from telegrad.rpc.errors import ReferenceLost, Refused, WorkerLost
+from telegrad.rpc.limits import Ledger
 from telegrad.rpc.references import (
     Confirmed,
     Drop,
@@ -240,6 +241,62 @@ def test_a_creation_that_was_refused_altogether_is_lost():
     assert [type(action) for action in ann.take_actions()] == [Lost]
     ann.drop(created.fork)
     assert not any(ann.debug_info().values())
+
+
+def full_owner() -> Job:
+    """The owner keeps no more than one fork for each other worker, and has one of Ann's."""
+    job = Job()
+    ledger = Ledger("references", 1, "owner", str)
+    job.cores[OWNER] = References(OWNER, ledger=ledger)
+    job.cores[OWNER].create_requested(job.cores[ANN].create_remote(OWNER))
+    return job
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_who_was_given_a_value_whose_making_is_refused_is_told_so(registered: str):
+    job = full_owner()
+    created = job.cores[ANN].create_remote(OWNER)
+    given = job.cores[ANN].share(created.fork, BOB)
+    job.cores[BOB].arrive(given)
+    if registered == "before":
+        job.deliver(BOB, OWNER)
+        assert job.cores[OWNER].state(created.reference) is State.PROMISED
+    with pytest.raises(Refused):
+        job.cores[OWNER].create_requested(created)
+    job.deliver(BOB, OWNER)
+    assert job.cores[OWNER].state(created.reference) is State.FAILED
+    assert "keeps 1 references" in str(job.cores[OWNER].error(created.reference))
+    assert Failed(created.reference) in job.events[OWNER]
+    job.deliver(OWNER, BOB)
+    job.cores[BOB].drop(given.fork)
+    job.deliver(BOB, OWNER)
+    assert job.cores[OWNER].debug_info()["owned"] == 1
+
+
+def test_a_reference_to_a_value_whose_making_was_refused_comes_home_with_the_reason():
+    job = full_owner()
+    created = job.cores[ANN].create_remote(OWNER)
+    home = job.cores[ANN].share(created.fork, OWNER)
+    with pytest.raises(Refused):
+        job.cores[OWNER].create_requested(created)
+    job.cores[OWNER].arrive(home)
+    assert job.cores[OWNER].state(created.reference) is State.FAILED
+    job.cores[OWNER].drop(created.reference)
+    assert job.cores[OWNER].debug_info()["owned"] == 1
+
+
+def test_a_registration_of_a_value_that_has_been_is_no_promise():
+    job = Job()
+    created = job.cores[ANN].create_remote(OWNER)
+    job.cores[OWNER].create_requested(created)
+    job.cores[OWNER].settle(created.reference)
+    given = job.cores[ANN].share(created.fork, BOB)
+    job.cores[BOB].arrive(given)
+    job.cores[OWNER].receive(ANN, Release(created))  # as a shutdown does, whatever is pinned
+    job.deliver(BOB, OWNER)
+    assert job.cores[OWNER].debug_info()["owned"] == 0
+    job.deliver(OWNER, BOB)
+    assert isinstance(job.events[BOB][-1], Lost)
 
 
 def test_an_answer_to_who_left_it_to_itself_gives_the_value_up():

@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.closing import IT_IS_OVER
 from telegrad.rpc.errors import NoRoom, TelegradError, UnknownWorker, WorkerLost
 from telegrad.rpc.futures import runs_callbacks
-from telegrad.rpc.incoming import Incoming
+from telegrad.rpc.incoming import Aside, Incoming
 from telegrad.rpc.lookout import Lookout
 from telegrad.rpc.loopback import Loopback
 from telegrad.rpc.meeting import (
@@ -81,6 +82,7 @@ class Agent:
         self._lock = threading.Lock()
         self._outgoing: dict[int, Outgoing | Loopback] = {}
         self._incoming: dict[int, Incoming] = {}
+        self._aside: defaultdict[int, Aside] = defaultdict(Aside)
         self._connecting: dict[int, threading.Lock] = {}
         self._ended: set[int] = set()
         self._entering: set[str] = set()
@@ -474,7 +476,9 @@ class Agent:
     def _welcome(self, visitor: Visitor) -> None:
         member = self.node.members.member(visitor.hello.worker_id)
         link = self._link(visitor)
-        incoming = Incoming(self, member, visitor.hello.session, link)
+        with self._lock:
+            aside = self._aside[member.info.id]
+        incoming = Incoming(self, member, visitor.hello.session, link, aside)
         with self._lock:
             refused = self._closed or member.info.id in self._ended
             old = None if refused else self._incoming.get(member.info.id)
@@ -585,6 +589,7 @@ class Agent:
             links = [*self._outgoing.values(), *self._incoming.values()]
             self._outgoing = {self.node.info.id: self._loopback}
             self._incoming = {}
+            self._aside.clear()
         for worker in others:
             self.complete_elsewhere(self.node.worker_lost(worker, reason))
         for end in links:
@@ -598,6 +603,7 @@ class Agent:
                 return
             self._ended.add(worker)
             links = (self._outgoing.pop(worker, None), self._incoming.pop(worker, None))
+            self._aside.pop(worker, None)
         failed = self.node.worker_lost(worker, reason)
         for link in links:
             if link is not None:

@@ -38,10 +38,30 @@ MOST_ANSWERS = 1 << 15
 MOST_ANSWER_BYTES = 1 << 30
 
 
+class Aside:
+    """How many requests of one worker run, or will be answered, while another thread reads.
+
+    It is the same for all connections by which that worker comes, one after the other: what came by
+    a former one still runs.
+    """
+
+    __slots__ = ("_lock", "count")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.count += count
+
+
 class Incoming:
     """Calls from one other worker to this one."""
 
-    def __init__(self, agent: Agent, member: Member, session: str, link: Link) -> None:
+    def __init__(
+        self, agent: Agent, member: Member, session: str, link: Link, aside: Aside
+    ) -> None:
         self.agent = agent
         self.member = member
         self.session = session
@@ -53,8 +73,7 @@ class Incoming:
         self._seen_turn = 0
         self._ticks_seen = 0
         self._function: object | None = None
-        # Requests that run, or will be answered, while another thread reads.
-        self._aside = 0
+        self._aside = aside
         self._most_aside = agent.node.limits.calls_in_flight
         link.nudge = agent.watch.poke
         link.stream.set_receive_timeout(IDLE_TIMEOUT)
@@ -112,7 +131,7 @@ class Incoming:
                 if self._leader is me:
                     self._turn += 1
                 else:
-                    self._aside -= 1
+                    self._aside.add(-1)
         self._flush()
 
     def _keeps_too_much(self) -> bool:
@@ -127,13 +146,12 @@ class Incoming:
 
     def _serve(self, frame: Frame, me: object) -> None:
         node, worker = self.agent.node, self.member.info.id
-        if self._aside >= self._most_aside and frame.kind == Kind.CALL:
+        if self._aside.count >= self._most_aside and frame.kind == Kind.CALL:
             reply: Reply | None = node.too_many_calls(worker)
         else:
             reply = node.serve(worker, frame)
             if reply is None and frame.kind == Kind.CALL:
-                with self._lock:
-                    self._aside += 1
+                self._aside.add(1)
         if reply is not None:
             later = self._leader is me and self.link.has_frame()
             self.reply(frame.call_id, reply, later)
@@ -153,8 +171,7 @@ class Incoming:
 
     def reply_late(self, call_id: int, reply: Reply) -> None:
         """The answer to a request that was left open when its turn ended."""
-        with self._lock:
-            self._aside -= 1
+        self._aside.add(-1)
         self.reply(call_id, reply)
 
     def _flush(self) -> None:
@@ -191,7 +208,7 @@ class Incoming:
                 return False
             heir = self._leader = object()
             self._turn += 1
-            self._aside += 1
+            self._aside.add(1)
         self.agent.threads.run(lambda: self._lead(heir))
         return True
 

@@ -284,8 +284,12 @@ class References:
             self._enter(created, owned, fork.created_on, fork.created_on)
         except Refused as refusal:
             self._post(fork.created_on, Gone(fork, str(refusal)))
+            # Who was given the reference may have told of it before; and who asks for the value may
+            # do so before it has heard that there is none.
+            owned.state, owned.error = State.FAILED, Refused(str(refusal))
+            _remember(self._refusals, reference, owned.error)
+            self._actions.append(Failed(reference))
             self._drop_unheld(reference, owned)
-            self._remember_refusal(reference, refusal)
             raise
         owned.state = State.PENDING
 
@@ -300,11 +304,6 @@ class References:
     def create_refused(self, created: Transfer, reason: str) -> None:
         """The owner took neither the request of `remote()` nor the news that there is none."""
         self._be_refused(created.fork, reason)
-
-    def _remember_refusal(self, reference: ReferenceId, refusal: Refused) -> None:
-        """Who asks for that value may do so before it has heard that there is none."""
-        _remember(self._refusals, reference, Refused(str(refusal)))
-        self._actions.append(Failed(reference))
 
     def settle(self, reference: ReferenceId) -> bool:
         """The value is there. False if nobody wants it any more: do not keep it."""
@@ -505,7 +504,12 @@ class References:
     def _known_or_promised(self, reference: ReferenceId) -> _Owned | None:
         """The entry of a reference that someone mentions; None if it was here and is gone."""
         owned = self._owned.get(reference)
-        if owned is None and reference.created_on != self._me:
+        if owned is not None:
+            return owned
+        refusal = self._refusals.get(reference)
+        if refusal is not None:
+            owned = self._owned[reference] = _Owned(State.FAILED, error=refusal)
+        elif reference.created_on != self._me and reference not in self._dropped:
             owned = self._owned[reference] = _Owned(State.PROMISED)
             if reference.created_on in self._lost:
                 self._break_promise(reference, owned)

@@ -318,10 +318,22 @@ class Values:
             state = self._core.state(reference)
             if state in (State.PENDING, State.PROMISED):
                 asker = self._node.info.id if asked_by is None else asked_by
+                if state is State.PROMISED and reference not in self._waiters:
+                    expire = partial(self._expire_promise, reference)
+                    self._node.runtime.call_later(PATIENCE_WITH_PROMISE, expire)
                 self._waiters.setdefault(reference, []).append((asker, finish))
                 return
             value, error = self._look(reference, state)
         finish(value, error)
+
+    def _expire_promise(self, reference: ReferenceId) -> None:
+        """Who waits for a value that was promised does so for a while only."""
+        with self._changed:
+            if self._core.state(reference) is not State.PROMISED:
+                return
+            waiters = self._waiters.pop(reference, [])
+        for _, finish in waiters:
+            finish(None, _never_asked_for(reference))
 
     def value(self, reference: ReferenceId, timeout: float = 0) -> Any:
         """Wait for an owned value."""
@@ -335,7 +347,7 @@ class Values:
                 if remaining <= 0 and until == deadline:
                     raise _timeout(reference, timeout)
                 if remaining <= 0:
-                    raise ReferenceLost(f"{reference} was never asked for by who promised it.")
+                    raise _never_asked_for(reference)
                 self._changed.wait(None if until == math.inf else remaining)
             value, error = self._look(reference, state)
         if error is not None:
@@ -422,6 +434,7 @@ class Values:
 
     def _fetch(self, sender: int, reference: Any) -> object:
         named = read_reference(reference)
+        self._require_own(named)
         with self._changed:
             state = self._core.state(named)
             if state not in (State.PENDING, State.PROMISED):
@@ -440,6 +453,7 @@ class Values:
     def _invoke_named(
         self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: Any
     ) -> object:
+        self._require_own(named)
         with self._changed:
             state = self._core.state(named)
             waits = state is State.PENDING or state is State.PROMISED
@@ -449,6 +463,11 @@ class Values:
         if error is not None:
             raise error
         return self._call_method(value, name, args, kwargs)
+
+    def _require_own(self, named: ReferenceId) -> None:
+        """What others own is not waited for here."""
+        if named.owner != self._node.info.id:
+            raise ValueError(f"{named} is no value of worker {self._node.info.name!r}")
 
     def _call_method(self, value: object, name: str, args: Any, kwargs: Any) -> object:
         self.await_confirmed()
@@ -741,6 +760,10 @@ def _weight(message: Message) -> int:
 
 def _is_worker(number: object) -> bool:
     return type(number) is int and 0 <= number <= MAX_WORKER_ID
+
+
+def _never_asked_for(reference: ReferenceId) -> ReferenceLost:
+    return ReferenceLost(f"{reference} was never asked for by who promised it.")
 
 
 def _timeout(reference: ReferenceId, timeout: float) -> TelegradError:

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from telegrad import rpc
-from telegrad.autograd.context import WORKER_SHIFT
+from telegrad import autograd, rpc
+from telegrad.autograd.context import WORKER_SHIFT, working_in
 from telegrad.autograd.crossing import pack_note
 from telegrad.autograd.messages import Begin, History, Options, encode
+from telegrad.rpc import values
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.methods import as_parcel
 from telegrad.rpc.node import current_node
 from telegrad.rpc.references import (
     Fence,
@@ -35,6 +38,7 @@ from tests.rpc.test_data_limits import (
     A,
     B,
     C,
+    attempt,
     call,
     contexts,
     forget,
@@ -223,6 +227,37 @@ def test_who_waits_for_a_value_for_the_sake_of_a_lost_worker_is_let_go(three: Jo
     assert three["c"].do(call, "b", functions.scale, 2) == 4
 
 
+def ask_for(to: str, reference: tuple[int, int, int], operation: str) -> str:
+    """Name a value as no honest worker does."""
+    if operation == "method":
+        named = ReferenceId(*reference)
+        return send_raw(to, as_parcel(named, "add", ()))
+    more = () if operation == "fetch" else ("add", (), {})
+    return send_raw(to, (operation, (reference, *more), {}))
+
+
+@pytest.mark.parametrize("operation", ["fetch", "invoke", "method"])
+def test_a_value_of_another_worker_is_not_waited_for(lasting: Job, operation: str) -> None:
+    for owner in (A, C, 77, 1 << 40):
+        told = lasting["a"].do(ask_for, "b", (owner, A, 5), operation)
+        assert "no value of worker 'b'" in told, told
+    assert lasting["b"].do(waiters) == 0
+
+
+def shorten_patience() -> None:
+    values.PATIENCE_WITH_PROMISE = 0.2
+
+
+@pytest.mark.parametrize("operation", ["fetch", "invoke", "method"])
+def test_a_value_that_was_promised_and_never_asked_for_is_waited_for_within_a_bound(
+    lasting: Job, operation: str
+) -> None:
+    lasting["b"].do(shorten_patience)
+    told = lasting["a"].do(ask_for, "b", (B, A, 5), operation)
+    assert "never asked for by who promised it" in told, told
+    assert lasting["b"].do(waiters) == 0
+
+
 def test_messages_that_are_ahead_of_their_turn_are_bounded() -> None:
     inbox = _Inbox()
     with pytest.raises(ValueError, match="out of turn"):
@@ -271,6 +306,50 @@ def test_a_census_of_who_is_not_in_the_job_is_not_kept(lasting: Job) -> None:
         lasting["a"].do(tell_census, B, origin)
     lasting["a"].do(tell_census, B, C)
     wait_until(lasting, "b", census_of, [C])
+
+
+def imitate_message(context_id: int, message: int) -> str:
+    """A tensor for a's context that has the number of one that a sent."""
+    node = current_node()
+    agent = node.transport
+    assert isinstance(agent, Agent)
+    packed = pack((functions.scale, (torch.ones(3),), {}))
+    pending = node.calls.begin(node.members.member(B).info, functions.scale, 30, 0.0)
+    pending.deadline = node.runtime.now() + 30
+    link = agent._outgoing[B].link  # type: ignore[union-attr]
+    note = pack_note(context_id, message, (0,))
+    link.send(Kind.CALL, pending.call_id, packed.meta, packed.buffers, note, packed.tensors)
+    return attempt(lambda: node.wait(pending))
+
+
+def cross_once(to: str) -> tuple[int, int]:
+    """The number of the context, and that of the message which crossed."""
+    context = service().new_context()
+    x = torch.ones(3, requires_grad=True)
+    with working_in(context):
+        loss = call(to, functions.weigh, x)
+    kept.append((context, x, loss))
+    return context.id, next(iter(context.sends))
+
+
+def differentiate() -> list[float]:
+    context, x, loss = kept.pop()
+    autograd.backward(context.id, [loss])
+    found = autograd.get_gradients(context.id)[x].tolist()
+    service().release(context.id)
+    return list(found)
+
+
+def records_kept() -> dict[int, int]:
+    return dict(service().container._records._counts)
+
+
+def test_a_message_under_the_number_of_anothers_is_refused(lasting: Job) -> None:
+    context_id, message = lasting["a"].do(cross_once, "b")
+    told = lasting["c"].do(imitate_message, context_id, message)
+    assert "has a number that worker" in told, told
+    assert lasting["a"].do(differentiate) == [1.0, 1.0, 1.0]
+    wait_until(lasting, "b", records_kept, {})
 
 
 def tell_history(to: int, over_below: int) -> None:

@@ -37,6 +37,7 @@ from torch.autograd.graph import Node
 from telegrad.autograd import torch_private
 from telegrad.autograd.container import Container
 from telegrad.autograd.context import (
+    WORKER_SHIFT,
     Context,
     RecvRecord,
     Scope,
@@ -279,6 +280,11 @@ class AutogradCrossing:
 def _receive(
     sender: int, message: int, indices: tuple[int, ...], tensors: list[Tensor]
 ) -> tuple[RecvRecord, list[Tensor]]:
+    if message >> WORKER_SHIFT != sender:
+        raise AutogradError(
+            f"Message {message} from worker {sender} has a number that worker "
+            f"{message >> WORKER_SHIFT} gives."
+        )
     if not indices or max(indices) >= len(tensors):
         raise AutogradError(
             f"Message {message} from worker {sender} says that its tensor "

@@ -129,12 +129,12 @@ class Autograd:
 
     def _end(self, context: Context, error: TelegradError) -> None:
         context.let_go()
-        if context.participants:
-            for participant in list(context.participants.values()):
-                if not participant.idle:
-                    participant.deliver(self.node.info.id, Abandon(afresh(error)))
+        for pass_id, participant in list(context.participants.items()):
+            if not participant.idle:
+                participant.deliver(self.node.info.id, Abandon(afresh(error)))
+            # Whoever takes it out settles its account: the pass may just be over, too.
+            if context.participants.pop(pass_id, None) is not None:
                 self._let_go_of(participant)
-            context.participants.clear()
 
     def _let_go_of(self, participant: Participant) -> None:
         if participant.brought_by is not None:

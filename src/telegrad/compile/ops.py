@@ -43,7 +43,7 @@ from telegrad.compile.shapes import (
     Expected,
     as_expected,
     expected,
-    find_answer,
+    look_ahead,
     note_result,
     outputs_of,
 )
@@ -404,7 +404,7 @@ def _(retain, mode, timeout, roots, context, number, order):  # type: ignore[no-
 
 @_fake("expect")
 def _(key, shapes, ints, needs):  # type: ignore[no-untyped-def]
-    find_answer(current_node(), site(key), shapes, ints, needs)
+    look_ahead(current_node(), site(key), shapes, ints, needs)
     return _order()
 
 

@@ -175,7 +175,7 @@ def _calls_answered_by_fakes(node: Any) -> Iterator[None]:
 
 def fake_copy(value: Any, fakes: torch_private.Fakes) -> Any:
     """The same object, with fake tensors in it."""
-    memo = {id(tensor): fakes.like(tensor) for tensor in _tensors_in(value)}
+    memo = {id(tensor): fakes.like(tensor) for tensor in tensors_in(value)}
     if isinstance(value, Tensor):
         return memo[id(value)]
     try:
@@ -187,7 +187,7 @@ def fake_copy(value: Any, fakes: torch_private.Fakes) -> Any:
         ) from error
 
 
-def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
@@ -195,11 +195,11 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
         yield from value.buffers()
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_in(item, depth)
+            yield from tensors_in(item, depth)
     elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()), depth)
+        yield from tensors_in(list(value.values()), depth)
     elif depth and hasattr(value, "__dict__"):
-        yield from _tensors_in(list(vars(value).values()), depth - 1)
+        yield from tensors_in(list(vars(value).values()), depth - 1)
 
 
 def _answer(result: Any, fakes: torch_private.Fakes) -> Answer:

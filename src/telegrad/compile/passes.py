@@ -25,6 +25,7 @@ from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.messages import Mode, Options
 from telegrad.autograd.service import Autograd, OpenPass
 from telegrad.compile.calls import anchors, find_record, new_token, record_of
+from telegrad.compile.tracing import constant_of_graph
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +126,7 @@ def perform(key: str, changed: Sequence[Tensor], context: Context | None) -> Non
         _thread.copies[owner] = copies
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_of_graph
 def effect(owner: object, method: str, in_context: bool) -> str:
     """The key under which `owner.method(context_id)` is performed, or `owner.method(None)`. Runs
     while Dynamo traces.

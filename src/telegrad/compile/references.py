@@ -10,12 +10,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from telegrad.autograd.context import current_context
 from telegrad.compile.calls import record_of
 from telegrad.compile.handles import MadeRRef
+from telegrad.compile.tracing import constant_of_graph
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import Passage
 from telegrad.rpc.references import ForkId, Handle, ReferenceId
@@ -37,7 +37,7 @@ class Borrowed:
 _known: weakref.WeakValueDictionary[tuple[int, ...], RRef[Any]] = weakref.WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_of_graph
 def remember(rref: RRef[Any]) -> None:
     """A graph that is being traced uses this reference. Runs while Dynamo traces."""
     _known[(*rref._reference, *rref._handle)] = rref

@@ -24,6 +24,7 @@ from telegrad.compile.arguments import Template, holds_made
 from telegrad.compile.expressions import Formula, evaluate
 from telegrad.compile.owner import Answer, IntSpec, TensorSpec, infer
 from telegrad.compile.sites import Site, ask, begin_era, give_key
+from telegrad.compile.tracing import constant_of_graph
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import Node
 from telegrad.wire.layouts import contiguous_strides
@@ -34,6 +35,8 @@ Kind = tuple[Any, ...]
 
 _answers: dict[str, list[tuple[Kind, Answer]]] = {}
 _latest: dict[str, Answer] = {}
+_failed: dict[str, Exception] = {}
+"""Why it could not be found out what a call returns, until that is told."""
 
 
 class _Unknown(Exception):
@@ -110,6 +113,20 @@ def find_answer(
         known.append((kind, answer))
     _latest[site.key] = answer
     return answer
+
+
+def look_ahead(
+    node: Node,
+    site: Site,
+    tensors: Sequence[Tensor],
+    ints: Sequence[Size],
+    needs: Sequence[bool],
+) -> None:
+    """Find out what a call returns. An error is raised by `settled`, where Dynamo lets it pass."""
+    try:
+        find_answer(node, site, tensors, ints, needs)
+    except Exception as error:
+        _failed[site.key] = error
 
 
 def _none() -> Size:
@@ -250,13 +267,16 @@ def _is_stale(site: Site, came: str, said: str) -> TelegradError:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_of_graph
 def settled(key: str) -> str:
     """The key of a call site of which it is known what it returns; that is a part of it.
 
     Caches on disk know a graph by its text. The same text may be about functions that return
     something else today, such as a module with more features.
     """
+    failed = _failed.pop(key, None)
+    if failed is not None:
+        raise failed
     answer = _latest.get(key)
     if answer is None:
         return key
@@ -269,7 +289,7 @@ def settled(key: str) -> str:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_of_graph
 def result_template(key: str) -> Any:
     """How the outputs of the call that was traced last at a site make up its result."""
     return template_of(key, _latest[key])

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import weakref
 from collections.abc import Callable
 from contextvars import Context as Variables
 from dataclasses import dataclass, replace
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,10 @@ from telegrad.autograd.enclosed import Reads
 from telegrad.compile import torch_private
 from telegrad.compile.arguments import Builder, Template, builder
 from telegrad.compile.handles import call_method, constant, value_of
+from telegrad.compile.owner import tensors_in
+from telegrad.compile.tracing import constant_of_graph, passing
 from telegrad.compile.written import Written, may_be_kept
+from telegrad.rpc.api import check_call
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import Node, current_node, find_node, register_layer
 from telegrad.rpc.worker import WorkerInfo
@@ -76,6 +80,8 @@ class Site:
     @functools.cached_property
     def written(self) -> Written | None:
         """The messages that were sent from here, if they may be sent again."""
+        if not travels_by_name(self.function):
+            return None
         template = self.template
         if self.function is call_method:
             _, (_, _, *rest), _ = template
@@ -166,29 +172,56 @@ def site(key: str) -> Site:
     return _sites[key]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_of_graph
 def locate(
     to: Any,
     function: Callable[..., Any],
+    holder: Any,
     template: Template,
     timeout: float | None,
     traced: bool,
 ) -> tuple[str, str]:
     """The key of a call site, and the name of its worker. Runs while Dynamo traces, or outside of
-    compiled functions for what these have made."""
+    compiled functions for what these have made. `holder` is what the function is a method of."""
     node = current_node()
+    if holder is not None:
+        function = MethodType(function, holder)
+    check_call(function)
+    _refuse_gradients_of(function)
     worker = node.members.find(to)
     known = (worker.name, function)
     if traced or known not in _fingerprints:
         _fingerprints[known] = ask(node, worker, fingerprint, function)
-    parts = (worker.name, _name(function), _description(template), timeout, _fingerprints[known])
-    key = f"{_name(function)} on {worker.name} #{_digest(repr(parts))}"
+    described = _name(function)
+    parts = (worker.name, described, _description(template), timeout, _fingerprints[known])
+    key = f"{described} on {worker.name} #{_digest(repr(parts))}"
     _sites[key] = Site(key, worker, function, template, timeout, _fingerprints[known])
     if traced:
         _unasked.add(key)
         _note_code()
         torch_private.once_traced(_sites[key].reads.note)
     return key, worker.name
+
+
+def _refuse_gradients_of(function: Callable[..., Any]) -> None:
+    if travels_by_name(function):
+        return
+    holder = getattr(function, "__self__", function)
+    if any(tensor.requires_grad for tensor in tensors_in(holder)):
+        raise TelegradError(
+            f"A compiled function calls {_name(function)} elsewhere, which takes along tensors "
+            "that need a gradient: it would be lost. Make a RemoteModule of it, or give these "
+            "tensors as arguments."
+        )
+
+
+def _not_constant() -> Exception:
+    sentence = (
+        "What a compiled function calls elsewhere, and what it gives along besides tensors and "
+        "numbers, must exist before: a function, a method of an object that was made outside, a "
+        "string. Make such objects outside of the compiled function, or give their tensors."
+    )
+    return passing(TelegradError(sentence))
 
 
 def give_key(known: str, key: str) -> str:
@@ -206,7 +239,7 @@ def worker_info(to: str | int) -> WorkerInfo:
     return WorkerInfo(name, number)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_of_graph
 def _name_and_number(to: str | int) -> tuple[str, int]:
     node = current_node()
     _watch(node)
@@ -244,6 +277,8 @@ def ask(node: Node, worker: WorkerInfo, function: Callable[..., T], *args: Any) 
 
 def fingerprint(function: Callable[..., Any]) -> str:
     """On the owner: tells whether the code of a function is the same."""
+    if not travels_by_name(function) and not isinstance(function, MethodType):
+        function = type(function).__call__
     code = getattr(function, "__code__", None)
     return f"torch {torch.__version__}" if code is None else _digest(repr(_parts(code)))
 
@@ -262,9 +297,22 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_objects = itertools.count(1)
+
+
 def _name(function: Callable[..., Any]) -> str:
-    module = getattr(function, "__module__", None)
-    return f"{module}.{getattr(function, '__qualname__', repr(function))}"
+    """By what it is known. An object has no name, and two may look the same."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if travels_by_name(function):
+        return f"{module}.{name or repr(function)}"
+    return f"{module}.{name or type(function).__qualname__} of object {next(_objects)}"
+
+
+def travels_by_name(function: Callable[..., Any]) -> bool:
+    """Whether a function is sent as its name, and not with a state that may change."""
+    if isinstance(function, MethodType | BuiltinFunctionType):
+        return function.__self__ is None or isinstance(function.__self__, type | ModuleType)
+    return isinstance(function, FunctionType | type) or hasattr(function, "__qualname__")
 
 
 def _description(template: Template) -> Any:
@@ -273,3 +321,6 @@ def _description(template: Template) -> Any:
     return tuple(
         _description(item) if isinstance(item, tuple) and item else item for item in template
     )
+
+
+torch_private.explain_constants(locate, _not_constant)

@@ -12,6 +12,8 @@ Each private call sits behind one small function here, and nowhere else. What is
   object for its hash when the object is used as a key.
 * Dynamo guards a constant by one method of its guard builder, and takes functions as guards.
 * Dynamo knows the code that it compiles, and forgets the graphs of one when it is told to.
+* Dynamo makes constants of what a function of ours returns by one function, and lets assertions
+  that are raised meanwhile pass.
 * Dynamo says when a graph is complete, and its placeholders know the tensors that they stand for.
 * Dynamo traces a call of one of torch's functions by one method of its variable.
 * An operator holds the function that dispatches it, and calls that function.
@@ -36,8 +38,10 @@ from torch._dynamo.eval_frame import remove_from_cache
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import AttrSource, ConstantSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, compare_op_handlers
+from torch._dynamo.variables import functions
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import (
     FrozenDataClassVariable,
@@ -341,12 +345,42 @@ def code_being_traced() -> CodeType | None:
     return None if translator is None else translator.output.root_tx.f_code
 
 
+PASSES_THROUGH_DYNAMO = AssertionError
+"""Errors of this class that are raised in a trace reach the caller as they are."""
+
+
+def explain_constants(function: Callable[..., Any], refusal: Callable[[], Exception]) -> None:
+    """Have an error raised, in the place of Dynamo's, if something that is given to a function of
+    which the result is a constant is none: an object that the compiled function makes itself, say,
+    which exists only when the graph runs."""
+    invoke = functions.invoke_and_store_as_constant
+
+    def explained(tx: Any, called: Any, name: str, args: list[Any], kwargs: Any) -> Any:
+        if called is function and not all(map(_exists, args)):
+            raise refusal()
+        return invoke(tx, called, name, args, kwargs)
+
+    functions.invoke_and_store_as_constant = explained  # type: ignore[assignment]
+
+
+def _exists(variable: Any) -> bool:
+    if isinstance(variable, LazyVariableTracker):
+        variable = variable.realize()
+    if isinstance(variable, UserDefinedObjectVariable) and variable.source is not None:
+        return True
+    try:
+        variable.as_python_constant()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def forget_graphs(code: CodeType) -> None:
     """Have no graphs of a function any more. None of them may be running."""
     remove_from_cache(code)
 
 
-def trace_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+def trace_instead(substitutes: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
     """Have Dynamo trace functions of ours in the place of some of torch's.
 
     `torch.compiler.substitute_in_graph` does so for functions that Dynamo has no rule for.
@@ -354,7 +388,7 @@ def trace_instead(functions: Mapping[Callable[..., Any], Callable[..., Any]]) ->
     call = TorchInGraphFunctionVariable.call_function
 
     def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        ours = functions.get(variable.value)
+        ours = substitutes.get(variable.value)
         if ours is None:
             return call(variable, tx, args, kwargs)
         return VariableTracker.build(tx, ours).call_function(tx, args, kwargs)

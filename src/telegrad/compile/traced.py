@@ -1,13 +1,14 @@
 """What `telegrad.rpc` and `telegrad.autograd` do while Dynamo traces them.
 
 Dynamo inlines these functions. They are written for it: no locks, no tables, no exceptions for
-control flow; what cannot be traced is behind `assume_constant_result` (sites.py, shapes.py).
+control flow; what cannot be traced is behind `constant_of_graph` (sites.py, shapes.py).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -127,7 +128,10 @@ def _located(
     if timeout is not None:
         timeout = constant(timeout)
     traced = is_dynamo_compiling() and eras.now is not NEVER
-    key, owner = locate(_plain(to), function, template, timeout, traced)
+    holder = None
+    if isinstance(function, MethodType):
+        holder, function = function.__self__, function.__func__
+    key, owner = locate(_plain(to), function, holder, template, timeout, traced)
     if traced:
         # Nothing uses it, so it is in no graph that was optimized.
         ops.expect(key, found.shapes, found.ints, _needs(found.tensors))

@@ -276,7 +276,7 @@ def rpc_sync(
     if is_dynamo_compiling():
         return _traced().rpc_sync(to, func, args, kwargs, timeout)
     node = current_node()
-    _check(func, args, kwargs)
+    check_call(func, args, kwargs)
     pending = node.call(node.members.find(to), func, args or (), kwargs, timeout)
     if not pending.done:
         try:
@@ -303,7 +303,7 @@ def rpc_async(
         traced: CallFuture = _traced().rpc_async(to, func, args, kwargs, timeout)
         return traced
     node = current_node()
-    _check(func, args, kwargs)
+    check_call(func, args, kwargs)
     future = begin_async(node, node.members.find(to), func, args or (), kwargs, timeout)
     if interrupts.put_off:
         interrupts.run_put_off()
@@ -322,7 +322,7 @@ def remote(
         traced: RRef[Any] = _traced().remote(to, func, args, kwargs, timeout)
         return traced
     node = current_node()
-    _check(func, args, kwargs)
+    check_call(func, args, kwargs)
     reference = remote_reference(node, node.members.find(to), func, args or (), kwargs, timeout)
     if interrupts.put_off:
         interrupts.run_put_off()
@@ -336,7 +336,8 @@ def _traced() -> Any:
     return traced
 
 
-def _check(func: object, args: object, kwargs: object) -> None:
+def check_call(func: object, args: object = None, kwargs: object = None) -> None:
+    """Raise a sentence if a call cannot be made of these."""
     if not callable(func):
         raise TypeError(f"{func!r} cannot be called: give the function itself, not its name")
     if args is not None and not isinstance(args, tuple | list):

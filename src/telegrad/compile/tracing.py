@@ -1,0 +1,68 @@
+"""What is asked while Dynamo traces, and is a constant of the graph.
+
+Dynamo wraps an error that is raised meanwhile into one of its own, so that who catches `WorkerLost`
+would not see it. It lets assertions pass. So an error that is raised here has the class that it
+would have outside of a trace, and is an assertion besides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from telegrad.compile import torch_private
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_of_graph(function: Function) -> Function:
+    """As `torch.compiler.assume_constant_result`, with errors that keep their types."""
+
+    @functools.wraps(function)
+    def ask(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            if torch_private.code_being_traced() is None:
+                raise
+            raise passing(error) from error.__cause__
+
+    marked: Any = torch.compiler.assume_constant_result(ask)  # type: ignore[no-untyped-call]
+    return marked  # type: ignore[no-any-return]
+
+
+def passing(error: Exception) -> Exception:
+    """The same error, which Dynamo lets pass."""
+    plain: Any = type(error)
+    cls = _class_of(plain)
+    passing: Exception = _built_in(cls).__new__(cls, *error.args)
+    passing.args = error.args
+    vars(passing).update(vars(error))
+    return passing
+
+
+@functools.lru_cache(maxsize=256)
+def _class_of(cls: Any) -> Any:
+    if issubclass(cls, torch_private.PASSES_THROUGH_DYNAMO):
+        return cls
+    bases = (cls, torch_private.PASSES_THROUGH_DYNAMO)
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, bases, {**named, "__reduce__": _plainly})
+
+
+def _built_in(cls: Any) -> Any:
+    """The class of Python that makes the objects of a class. Not by `__init__`, which may want
+    other arguments than an error keeps."""
+    while cls.__module__ != "builtins":
+        cls = cls.__base__
+    return cls
+
+
+def _plainly(error: Exception) -> Any:
+    """It is sent as the error that it was."""
+    original: Any = type(error).__mro__[1]
+    made, *rest = original.__reduce__(error)
+    return (original if made is type(error) else made, *rest)

@@ -1,0 +1,180 @@
+"""What a compiled function can call elsewhere, and what it hears of a worker that is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telegrad import rpc
+from tests.compile import functions as f
+from tests.compile.checks import assert_same, compiled, differentiated
+
+
+class Scale:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def times(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+    def __repr__(self) -> str:
+        return "a scale"
+
+    @classmethod
+    def seven(cls, x: Tensor) -> Tensor:
+        return x * 7
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+SCALE = Scale(3.0)
+WEIGHTED = Weighted()
+
+
+@pytest.mark.usefixtures("job")
+def test_methods_and_objects_are_called_as_in_eager_mode() -> None:
+    def step(x: Tensor) -> Tensor:
+        later = rpc.rpc_async("worker2", Scale.seven, (x,))
+        y = rpc.rpc_sync("worker1", SCALE.times, (x,)) + rpc.rpc_sync("worker1", SCALE, (x,))
+        return (y * later.wait() * rpc.remote("worker1", SCALE.times, (x,)).to_here()).sum()
+
+    run, counter = compiled(step, "aot_eager")
+    x = torch.randn(3, requires_grad=True)
+    assert_same(differentiated(step, x), differentiated(run, x))
+    SCALE.by = 2.0
+    assert_same(differentiated(step, x), differentiated(run, x))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("job")
+def test_objects_that_look_the_same_are_two() -> None:
+    run, _ = compiled(lambda x, scale: rpc.rpc_sync("worker1", scale.times, (x,)), "aot_eager")
+    scales = [Scale(2.0), Scale(3.0)]
+    for scale in scales * 2:
+        torch.testing.assert_close(run(torch.ones(2), scale), torch.full((2,), scale.by))
+
+
+def _made_inside(x: Tensor) -> Any:
+    return rpc.rpc_sync("worker1", Scale(2.0).times, (x,))
+
+
+def _method_of_a_tensor(x: Tensor) -> Any:
+    return rpc.rpc_sync("worker1", x.add, (x,))
+
+
+def _object_as_argument(x: Tensor) -> Any:
+    return rpc.rpc_sync("worker1", Scale.times, (SCALE, x))
+
+
+def _with_parameters(x: Tensor) -> Any:
+    return rpc.rpc_sync("worker1", WEIGHTED, (x,))
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (_made_inside, "must exist before"),
+        (_method_of_a_tensor, "must exist before"),
+        (_object_as_argument, "must exist before"),
+        (_with_parameters, "Make a RemoteModule of it"),
+    ],
+)
+def test_what_cannot_be_called_is_a_sentence(function: Any, sentence: str) -> None:
+    with pytest.raises(rpc.TelegradError, match=sentence):
+        compiled(function, "aot_eager")[0](torch.ones(3))
+
+
+@pytest.mark.usefixtures("job")
+def test_errors_of_a_first_call_have_the_types_of_eager_mode() -> None:
+    def fails(x: Tensor, to: str) -> Any:
+        return rpc.rpc_sync(to, f.layer, (x, x[0]))
+
+    run, _ = compiled(fails, "aot_eager")
+    with pytest.raises(rpc.UnknownWorker, match="'nobody'"):
+        run(torch.ones(2, 3), "nobody")
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        run(torch.ones(2, 2), "worker1")
+    run_name, _ = compiled(lambda x: rpc.rpc_sync("worker1", "layer", (x,)), "aot_eager")
+    with pytest.raises(TypeError, match="not its name"):
+        run_name(torch.ones(2))
+
+
+LOST = """
+import os, threading, torch, telegrad
+from telegrad import autograd, rpc
+from telegrad.rpc import WorkerLost
+
+class Dies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        os._exit(3)
+
+def doubled(x):
+    return x * 2
+
+def dies_in_forward(x):
+    if type(x) is torch.Tensor:
+        os._exit(3)
+    return x * 2
+
+def dies_in_backward(x):
+    return Dies.apply(x) if type(x) is torch.Tensor else x * 2
+
+def step(x, to, function):
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync(to, function, (x,)).sum()
+        autograd.backward(context_id, [loss])
+    return loss.detach()
+
+def lost(run, *args):
+    try:
+        run(torch.ones(2, requires_grad=True), *args)
+    except WorkerLost as error:
+        print(error.worker if hasattr(error, "worker") else "lost")
+    else:
+        print("nothing was raised")
+
+def main():
+    run = torch.compile(step, backend="aot_eager", fullgraph=True)
+    run(torch.ones(2, requires_grad=True), "b", doubled)
+    lost(run, "a", dies_in_forward)
+    lost(run, "b", dies_in_backward)
+    torch._dynamo.reset()
+    lost(run, "a", doubled)
+    lost(run, "b", doubled)
+    made = torch.compile(lambda x: rpc.remote("a", doubled, (x,)), backend="eager", fullgraph=True)
+    lost(made)
+    rpc.rpc_sync("c", doubled, (torch.ones(2),))
+    torch.testing.assert_close(run(torch.ones(2), "c", doubled), torch.tensor(4.0))
+    assert not autograd.api.autograd_of().container
+
+if __name__ == "__main__":
+    telegrad.run(main, workers=["a", "b", "c"])
+"""
+
+
+def test_a_worker_that_is_lost_is_told_as_in_eager_mode(tmp_path: Any) -> None:
+    script = tmp_path / "lost.py"
+    script.write_text(LOST)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert ran.stdout.split() == ["a", "b", "a", "b", "a"], ran.stderr

@@ -19,6 +19,8 @@ from telegrad.autograd.messages import Begin, History, Options, encode
 from telegrad.autograd.service import Autograd
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.node import current_node
+from telegrad.wire.codec import pack
+from telegrad.wire.frames import Kind
 from tests.rpc import data_functions as functions
 from tests.rpc.fleet import Job
 from tests.rpc.test_data_only import MakeJob, make_parties  # noqa: F401 (a fixture)
@@ -344,3 +346,62 @@ def test_calls_that_run_are_counted_over_all_connections(make_parties: MakeJob) 
     assert job["c"].do(call, "b", functions.open_gate) is None
     wait_until(job, "b", running, 0)
     assert job["a"].do(call, "b", functions.scale, 2) == 4
+
+
+KILOBYTE = 1 << 10
+
+
+def call_with_bytes(to: str, sizes: list[int], timeout: float) -> list[str]:
+    futures = [
+        rpc.rpc_async(
+            to, functions.weigh_and_wait, args=(torch.zeros(n, dtype=torch.uint8),), timeout=timeout
+        )
+        for n in sizes
+    ]
+    return [attempt(future.wait) for future in futures]
+
+
+def test_what_calls_that_run_have_brought_is_limited_in_bytes(
+    make_parties: MakeJob,  # noqa: F811
+) -> None:
+    job = make_parties("a", "b", "c", limits=rpc.Limits(bytes_in_flight=100 * KILOBYTE))
+    sizes = [size * KILOBYTE for size in (60, 30, 60, 1)]
+    told = job["a"].do(call_with_bytes, "b", sizes, 1)
+    assert ["timed out" in each for each in told] == [True, True, False, True], told
+    assert "that brought nearly 102400 bytes and takes no more" in told[2]
+    assert job["b"].do(running) == 3
+    # Others are not held to account for it, and one call may be as large as a message.
+    opened = job["c"].begin(call_with_bytes, "b", [300 * KILOBYTE], 20)
+    wait_until(job, "b", running, 4)
+    job["b"].do(functions.open_gate)
+    assert opened.result(30) == [f"answered {300 * KILOBYTE}"]
+    wait_until(job, "b", running, 0)
+    sizes = [90 * KILOBYTE]
+    wait_until(job, "a", partial(call_with_bytes, "b", sizes, 20), [f"answered {sizes[0]}"])
+
+
+def call_under_one_number(to: str, size: int) -> list[str]:
+    """A heavy call, and light ones that would end its account."""
+    node = current_node()
+    callee = node.members.find(to)
+    told = []
+    for args in [(torch.zeros(size, dtype=torch.uint8),), (torch.zeros(1),)]:
+        packed = pack((functions.weigh_and_wait, args, {}))
+        pending = node.calls.begin(callee, functions.scale, 1, node.runtime.now())
+        agent = node.transport
+        assert isinstance(agent, Agent)
+        link = agent._reach(callee.id).link  # type: ignore[union-attr]
+        node.calls.take(callee.id, pending.call_id)
+        pending.call_id = 7 << 40
+        node.calls._to.setdefault(callee.id, {})[pending.call_id] = pending
+        link.send(Kind.CALL, pending.call_id, packed.meta, packed.buffers, b"", packed.tensors)
+        told.append(attempt(partial(node.wait, pending)))
+    return told
+
+
+def test_two_calls_under_one_number_are_not_taken(make_parties: MakeJob) -> None:  # noqa: F811
+    job = make_parties("a", "b")
+    heavy, light = job["a"].do(call_under_one_number, "b", 60 * KILOBYTE)
+    assert "timed out" in heavy
+    assert "already runs a call of worker 'a' with that number" in light
+    job["b"].do(functions.open_gate)

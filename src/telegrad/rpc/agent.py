@@ -82,7 +82,8 @@ class Agent:
         self._lock = threading.Lock()
         self._outgoing: dict[int, Outgoing | Loopback] = {}
         self._incoming: dict[int, Incoming] = {}
-        self._aside: defaultdict[int, Aside] = defaultdict(Aside)
+        most_bytes = node.limits.bytes_in_flight
+        self._aside: defaultdict[int, Aside] = defaultdict(partial(Aside, most_bytes))
         self._connecting: dict[int, threading.Lock] = {}
         self._ended: set[int] = set()
         self._entering: set[str] = set()

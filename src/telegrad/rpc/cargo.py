@@ -13,6 +13,7 @@ from collections.abc import Callable
 from threading import Lock
 
 from telegrad.wire.codec import Packed
+from telegrad.wire.frames import Frame
 
 MOST = 256 << 20
 LIGHT = 1 << 12
@@ -24,6 +25,12 @@ def weigh(packed: Packed) -> int:
     size = len(packed.meta)
     for buffer in packed.buffers:
         size += buffer.nbytes
+    return size if size >= LIGHT else 0
+
+
+def weigh_arrived(frame: Frame) -> int:
+    """The same of a message that came."""
+    size = len(frame.meta) + sum(map(len, frame.buffers))
     return size if size >= LIGHT else 0
 
 

@@ -20,6 +20,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from telegrad.rpc.cargo import weigh_arrived
 from telegrad.rpc.members import Member
 from telegrad.rpc.node import Reply, report_background_error
 from telegrad.rpc.watch import READABLE
@@ -39,21 +40,38 @@ MOST_ANSWER_BYTES = 1 << 30
 
 
 class Aside:
-    """How many requests of one worker run, or will be answered, while another thread reads.
+    """What of the requests of one worker runs, or will be answered, while another thread reads.
 
     It is the same for all connections by which that worker comes, one after the other: what came by
     a former one still runs.
     """
 
-    __slots__ = ("_lock", "count")
+    __slots__ = ("_lock", "_most_bytes", "_weight", "count", "loads")
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self._lock = threading.Lock()
+        self._most_bytes = most_bytes
+        self._weight = 0
         self.count = 0
+        self.loads: dict[int, int] = {}
+        """The bytes of heavy calls, by their numbers."""
 
     def add(self, count: int) -> None:
         with self._lock:
             self.count += count
+
+    def load(self, call_id: int, size: int) -> bool:
+        """Take in the bytes of a call. False: they are too many beside those that are here."""
+        with self._lock:
+            if self.loads and self._weight + size > self._most_bytes:
+                return False
+            self.loads[call_id] = size
+            self._weight += size
+            return True
+
+    def unload(self, call_id: int) -> None:
+        with self._lock:
+            self._weight -= self.loads.pop(call_id, 0)
 
 
 class Incoming:
@@ -75,6 +93,7 @@ class Incoming:
         self._function: object | None = None
         self._aside = aside
         self._most_aside = agent.node.limits.calls_in_flight
+        self._weighs = agent.node.limits.weighs_calls
         link.nudge = agent.watch.poke
         link.stream.set_receive_timeout(IDLE_TIMEOUT)
         self._descriptor = link.stream.fileno()
@@ -148,6 +167,8 @@ class Incoming:
         node, worker = self.agent.node, self.member.info.id
         if self._aside.count >= self._most_aside and frame.kind == Kind.CALL:
             reply: Reply | None = node.too_many_calls(worker)
+        elif self._weighs and frame.kind == Kind.CALL:
+            reply = self._weigh_and_serve(frame)
         else:
             reply = node.serve(worker, frame)
             if reply is None and frame.kind == Kind.CALL:
@@ -157,6 +178,22 @@ class Incoming:
             self.reply(frame.call_id, reply, later)
         elif not self.link.has_frame():
             self._flush()
+
+    def _weigh_and_serve(self, frame: Frame) -> Reply | None:
+        """Serve a call of one who may not fill the memory here."""
+        node, worker = self.agent.node, self.member.info.id
+        aside, call_id = self._aside, frame.call_id
+        if call_id in aside.loads:
+            return node.numbered_twice(worker)
+        size = weigh_arrived(frame)
+        if size and not aside.load(call_id, size):
+            return node.too_many_bytes(worker)
+        reply = node.serve(worker, frame)
+        if reply is None:
+            aside.add(1)
+        elif size:
+            aside.unload(call_id)
+        return reply
 
     def reply(self, call_id: int, reply: Reply, later: bool = False) -> None:
         packed = reply.packed
@@ -172,6 +209,8 @@ class Incoming:
     def reply_late(self, call_id: int, reply: Reply) -> None:
         """The answer to a request that was left open when its turn ended."""
         self._aside.add(-1)
+        if self._aside.loads:
+            self._aside.unload(call_id)
         self.reply(call_id, reply)
 
     def _flush(self) -> None:

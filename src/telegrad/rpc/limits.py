@@ -34,6 +34,9 @@ class Limits:
     calls_in_flight: int = 1 << 14
     """Calls of one worker that run or wait here at a time, coroutines among them. Those beyond are
     refused one by one."""
+    bytes_in_flight: int = 1 << 46
+    """Bytes that these calls brought; one call alone may bring more. By default they are weighed
+    only between workers that take data only: others bound what they send themselves (`cargo`)."""
     references: int = 1 << 26
     """What is kept here of references for one worker: those that it holds to values of this one,
     the values that it has made here among them, and those that it gave to this one."""
@@ -51,6 +54,10 @@ class Limits:
                 raise ValueError(f"Limits({name}={value!r}): give a number of at least 1")
         if self.nesting > 200:
             raise ValueError(f"Limits(nesting={self.nesting}): Python's stack ends at about 200")
+
+    @property
+    def weighs_calls(self) -> bool:
+        return self.bytes_in_flight < _OF_CODE.bytes_in_flight
 
     def of_frames(self) -> frames.FrameLimits:
         return frames.FrameLimits(self.message_bytes, self.metadata_bytes, self.tensors)
@@ -74,6 +81,7 @@ _OF_DATA = Limits(
     items=1 << 20,
     tensors=1 << 12,
     calls_in_flight=256,
+    bytes_in_flight=1 << 30,
     references=1 << 16,
     contexts=1 << 10,
     records=1 << 16,

@@ -423,14 +423,30 @@ class Node:
 
     def too_many_calls(self, sender: int) -> Reply:
         """The answer to a call that is one too many; it is not run."""
-        self._finished.add(sender)
-        return self._failure(
-            Refused(
-                f"worker {self.info.name!r} already runs {self.limits.calls_in_flight} calls of "
-                f"worker {self.members.name(sender)!r} and takes no more: wait for some of them, "
-                "or raise rpc.Limits.calls_in_flight there"
-            )
+        return self._refusal(
+            sender,
+            f"already runs {self.limits.calls_in_flight} calls of worker "
+            f"{self.members.name(sender)!r} and takes no more: wait for some of them, or raise "
+            "rpc.Limits.calls_in_flight there",
         )
+
+    def too_many_bytes(self, sender: int) -> Reply:
+        """The answer to a call that is too large beside those that run; it is not run."""
+        return self._refusal(
+            sender,
+            f"already runs calls of worker {self.members.name(sender)!r} that brought nearly "
+            f"{self.limits.bytes_in_flight} bytes and takes no more: wait for some of them, or "
+            "raise rpc.Limits.bytes_in_flight there",
+        )
+
+    def numbered_twice(self, sender: int) -> Reply:
+        """The answer to a call under the number of one that runs; it is not run."""
+        name = self.members.name(sender)
+        return self._refusal(sender, f"already runs a call of worker {name!r} with that number")
+
+    def _refusal(self, sender: int, why: str) -> Reply:
+        self._finished.add(sender)
+        return self._failure(Refused(f"worker {self.info.name!r} {why}"))
 
     def _reply_later(
         self, to: int, call_id: int, later: Later, scope: Scope | None, target: object

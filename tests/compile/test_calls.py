@@ -180,17 +180,6 @@ def test_backward_says_what_is_wrong_without_a_context_and_outside_of_a_pass() -
         fast(needs(4, 3)).backward()
 
 
-def test_a_call_to_oneself_is_made_but_not_differentiated() -> None:
-    x = needs(4, 3)
-    fast, _ = compiled(lambda x: rpc.rpc_sync("main", f.say, (x.detach(), "hello")), "aot_eager")
-    with autograd.context():
-        torch.testing.assert_close(fast(x), x.detach())
-    fast, _ = compiled(lambda x: rpc.rpc_sync("main", f.layer, (x, x)).sum(), "aot_eager")
-    for argument in (x, x.detach()):
-        with autograd.context(), pytest.raises(AutogradError, match="without rpc, or make this"):
-            fast(argument)
-
-
 def test_what_cannot_be_part_of_a_graph_is_named() -> None:
     fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.number, (x,)), "aot_eager")
     with pytest.raises(Exception, match="returns a float, which cannot be part of a compiled"):

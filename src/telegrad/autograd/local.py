@@ -490,6 +490,14 @@ class Run:
         self._left_tasks = False
         return results
 
+    def run_aside(
+        self, roots: list[tuple[Edge, Tensor]], leaves: list[Any]
+    ) -> Sequence[Tensor | None]:
+        """Called by a node: run a graph that belongs to it alone, and capture it at its leaves."""
+        return torch_private.run_engine(
+            roots, leaves, retain_graph=self._retain, create_graph=self._create
+        )
+
     def _deliver(
         self, leaves: list[Any], results: Sequence[Tensor | None], sums: list[tuple[Any, Tensor]]
     ) -> None:

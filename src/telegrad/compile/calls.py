@@ -28,12 +28,15 @@ from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.enclosed import EnclosedCall, Enclosure
 from telegrad.autograd.errors import AutogradError
 from telegrad.compile import torch_private
+from telegrad.compile.own import OwnCall
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.futures import CallFuture
 from telegrad.rpc.node import current_node
 
 if TYPE_CHECKING:
     from telegrad.compile.sites import Site
+
+Arguments = Callable[["Site", Sequence[Tensor], Sequence[int]], tuple[Any, dict[str, Any]]]
 
 _ids = itertools.count(1)
 _records: dict[int, tuple[Any, weakref.ref[Any]]] = {}
@@ -101,6 +104,8 @@ class Call:
     """The places of the tensors that need a gradient, in the order in which gradients come."""
     own: bool = False
     """The call is one of the worker that makes it to itself."""
+    here: OwnCall | None = None
+    """If so, and if gradients may flow through it: its graph."""
     future: CallFuture | None = None
     reference: Any = None
     places: dict[int, Any] | None = None
@@ -112,8 +117,16 @@ class Call:
 
     # Forward.
 
+    def result_of(self, given: Any) -> Any:
+        """What the call returned, which another worker gives, or has been put aside here."""
+        return given if self.here is None else self.here.result
+
     def take(self, outputs: list[Tensor]) -> list[Tensor]:
         """Note what arrived; the same as plain tensors."""
+        if self.here is not None:
+            plain = self.here.take(outputs, anchors.has)
+            self._notice_changes()
+            return plain
         self.places = {
             place: node
             for place, output in enumerate(outputs)
@@ -122,21 +135,30 @@ class Call:
         if self.places and self.own:
             raise _to_itself(self.where)
         if self.enclosed is not None:
-            if self.enclosed.enclosure.changed is not None:
-                raise _changed(self.where, self.enclosed.enclosure)
+            self._notice_changes()
             self.enclosed.arrived(outputs)
         return [output.detach() for output in outputs]
+
+    def _notice_changes(self) -> None:
+        enclosure = None if self.enclosed is None else self.enclosed.enclosure
+        if enclosure is not None and enclosure.changed is not None:
+            raise _changed(self.where, enclosure)
 
     # Backward.
 
     def fire(self, gradients: dict[int, Tensor]) -> None:
         """The gradients of what arrived are complete."""
         running = self._running()
+        if self.here is not None:
+            self.here.fire(gradients)
+            return
         for place, node in (self.places or {}).items():
             running.fire(node.message, node.index, gradients.get(place))
 
     def await_gradients(self) -> dict[int, Tensor]:
         """The gradients of what left, by its place among the sent tensors."""
+        if self.here is not None:
+            return self.here.differentiate(self._running())
         if self.enclosed is None or self.enclosed.message is None:
             self._running()
             return {}
@@ -246,9 +268,10 @@ def begin(
     context: Context | None,
     record: bool,
     send: Callable[[Site, list[Tensor], Sequence[int]], Any],
+    arguments: Arguments | None = None,
 ) -> tuple[Call, Any]:
     """Make a call from inside of a compiled function: `send` makes it with the tensors it is given,
-    which are its own."""
+    which are its own. `arguments` puts those of the function together, if its result comes here."""
     if context is None:
         context = current_context()
     node = current_node()
@@ -266,6 +289,8 @@ def begin(
                 own[place].requires_grad_()
                 sent.append(place)
     own_worker = site.worker.id == node.info.id
+    if own_worker and record and arguments is not None:
+        return _begin_here(site, own, ints, enclosed, send, arguments)
     if sent and own_worker:
         raise _to_itself(site.name)
     # In the eyes of the rpc layer the call belongs to the context; it asks for its scopes only.
@@ -282,6 +307,33 @@ def begin(
     return Call(site.name, enclosed, _in_order(sent, own, enclosed), own_worker), result
 
 
+def _begin_here(
+    site: Site,
+    own: list[Tensor],
+    ints: Sequence[int],
+    enclosed: EnclosedCall,
+    send: Callable[[Site, list[Tensor], Sequence[int]], Any],
+    arguments: Arguments,
+) -> tuple[Call, Any]:
+    """Make a call to this worker itself. Only a number is sent, in no context."""
+
+    def run(tensors: list[Tensor]) -> Any:
+        args, kwargs = arguments(site, tensors, ints)
+        return site.function(*args, **kwargs)
+
+    copies = [t.clone().requires_grad_() if t.requires_grad else t.clone() for t in own]
+    here = OwnCall(site.name, run, enclosed.context, copies)
+    outside = begin_work_in(None)
+    try:
+        result = send(site.to_itself, [], [here.number])
+    except BaseException:
+        here.give_up()
+        raise
+    finally:
+        end_work(outside)
+    return Call(site.name, enclosed, (), True, here), result
+
+
 def _changed(where: str, enclosure: Enclosure) -> TelegradError:
     tensor, enclosure.changed = enclosure.changed, None
     assert tensor is not None
@@ -296,9 +348,9 @@ def _changed(where: str, enclosure: Enclosure) -> TelegradError:
 def _to_itself(where: str) -> AutogradError:
     """The backward pass would wait inside of a graph node for what only its own thread can do."""
     return AutogradError(
-        f"A compiled function makes a call ({where}) to its own worker, through which gradients "
-        "would flow. Call the function itself there, without rpc, or make this call outside of the "
-        "compiled function."
+        f"A compiled function makes a reference ({where}) on its own worker, or takes what is "
+        "behind one, through which gradients would flow. Call the function itself, without rpc, or "
+        "make this call outside of the compiled function."
     )
 
 

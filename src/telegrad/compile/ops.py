@@ -37,6 +37,7 @@ from torch import Tensor
 
 from telegrad.compile import calls, passes, requests, torch_private
 from telegrad.compile.calls import Call, leaving, new_token, record_of
+from telegrad.compile.handles import value_of
 from telegrad.compile.owner import take_apart
 from telegrad.compile.passes import context_of
 from telegrad.compile.shapes import (
@@ -141,9 +142,17 @@ def call(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     where = site(key)
     made, pending = calls.begin(
-        where, tensors, ints, needs, anchor, context_of(context), record, requests.begin
+        where,
+        tensors,
+        ints,
+        needs,
+        anchor,
+        context_of(context),
+        record,
+        requests.begin,
+        _local_arguments(where),
     )
-    result = current_node().wait(pending)
+    result = made.result_of(current_node().wait(pending))
     outputs = _arrived(made, where, result, expected(where, shapes, ints, needs))
     return new_token(made), outputs, _DONE
 
@@ -159,8 +168,17 @@ def issue(
     context: Tensor,
     order: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    where = site(key)
     made, future = calls.begin(
-        site(key), tensors, ints, needs, anchor, context_of(context), record, requests.begin_future
+        where,
+        tensors,
+        ints,
+        needs,
+        anchor,
+        context_of(context),
+        record,
+        requests.begin_future,
+        _local_arguments(where),
     )
     made.future = future
     return new_token(made), _DONE
@@ -183,7 +201,13 @@ def wait(
             "twice at the same time. Wait once, and pass the result on."
         )
     where = site(key)
-    return _arrived(made, where, future.wait(), expected(where, shapes, ints, needs)), _DONE
+    result = made.result_of(future.wait())
+    return _arrived(made, where, result, expected(where, shapes, ints, needs)), _DONE
+
+
+def _local_arguments(where: Site) -> calls.Arguments | None:
+    """What is behind a reference of this worker has a graph that others may use as well."""
+    return None if where.function is value_of else requests.arguments_of
 
 
 def _arrived(

@@ -30,7 +30,7 @@ from telegrad.rpc.rref import (
 from telegrad.wire.codec import Packed
 
 
-def _arguments(
+def arguments_of(
     where: Site, tensors: Sequence[Tensor], ints: Sequence[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = where.arguments(
@@ -41,7 +41,7 @@ def _arguments(
 
 def begin(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> Pending:
     """Begin a call for one who waits for it at once."""
-    args, kwargs = _arguments(where, tensors, ints)
+    args, kwargs = arguments_of(where, tensors, ints)
     function = where.function
     if function is call_method and isinstance(args[0], RRef):
         message = _message(where, invocation(*args), tensors, ints)
@@ -56,7 +56,7 @@ def begin(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> Pendin
 
 def begin_future(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> CallFuture:
     """Begin a call for one who may wait later, or never: the answer is taken in when it comes."""
-    args, kwargs = _arguments(where, tensors, ints)
+    args, kwargs = arguments_of(where, tensors, ints)
     function = where.function
     if function is call_method and isinstance(args[0], RRef):
         message = _message(where, invocation(*args), tensors, ints)
@@ -81,7 +81,7 @@ def _message(
 
 
 def begin_remote(where: Site, tensors: Sequence[Tensor], ints: Sequence[int]) -> RRef[Any]:
-    args, kwargs = _arguments(where, tensors, ints)
+    args, kwargs = arguments_of(where, tensors, ints)
     if where.function is call_method and isinstance(args[0], RRef):
         rref, method, args, kwargs = args
         return remote_method(rref, where.timeout, method, args, kwargs)

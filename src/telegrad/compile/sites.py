@@ -30,6 +30,7 @@ from telegrad.autograd.enclosed import Reads
 from telegrad.compile import torch_private
 from telegrad.compile.arguments import Builder, Template, builder
 from telegrad.compile.handles import call_method, constant, value_of
+from telegrad.compile.own import run_here
 from telegrad.compile.owner import tensors_in
 from telegrad.compile.tracing import constant_of_graph, passing
 from telegrad.compile.written import Written, may_be_kept
@@ -87,6 +88,14 @@ class Site:
             _, (_, _, *rest), _ = template
             template = ("tuple", *rest) if template[1][1][0] == "rref" else ("made", 0)
         return Written() if may_be_kept(template) else None
+
+    @functools.cached_property
+    def to_itself(self) -> Site:
+        """What a worker sends to itself for a call from here, if gradients may flow (own.py)."""
+        template = ("tuple", ("tuple", ("int", 0)), ("dict",))
+        site = Site(self.key, self.worker, run_here, template, self.timeout)
+        site.__dict__["written"] = None  # No number comes twice.
+        return site
 
     def asks_anew(self) -> bool:
         """Whether what it returns has not been asked for since the call was traced."""

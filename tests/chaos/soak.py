@@ -71,13 +71,13 @@ def _work(soak: Soak) -> None:
         striking.join()
         progress = max(soak.share(), 1 - (until - time.monotonic()) / soak.seconds)
         if progress >= next_sample:
-            _sample(soak)
+            _sample(soak, numbers)
             next_sample += 1 / SAMPLES
     soak.done += striker.struck
     _meet_shaky(soak, numbers)
     for name in ("main", STEADY, SHAKY):
         soak.done += Counter(rpc.rpc_sync(name, faults.be_careful, timeout=DEADLINE))
-    _sample(soak)
+    _sample(soak, numbers)
     for name in ("main", STEADY, SHAKY):
         for what, count in rpc.rpc_sync(name, program.leftovers, timeout=60).items():
             soak.problems.append(f"{name} still has {count} {what}")
@@ -124,7 +124,17 @@ def _make_contexts(soak: Soak, count: int) -> None:
         soak.done["contexts"] += 1
 
 
-def _sample(soak: Soak) -> None:
+def _acquaint() -> None:
+    """Everyone has called everyone, so that samples differ by what stays and by nothing else."""
+    for name in ("main", STEADY, SHAKY):
+        for other in ("main", STEADY, SHAKY):
+            call = (other, abs, (-1,), None, DEADLINE)
+            rpc.rpc_sync(name, rpc.rpc_sync, args=call, timeout=DEADLINE)
+
+
+def _sample(soak: Soak, numbers: random.Random) -> None:
+    _meet_shaky(soak, numbers)
+    _acquaint()
     for name in ("main", STEADY):
         used = rpc.rpc_sync(name, program.usage, timeout=DEADLINE)
         soak.samples.setdefault(name, []).append(used)

@@ -53,6 +53,50 @@ def futures_until_lost(to: str, count: int) -> tuple[list[str], float]:
     return errors, time.monotonic()
 
 
+def sockets() -> int:
+    """Those that are open; one that just goes is none."""
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += "socket:" in os.readlink(each)
+    return found
+
+
+def wait_for_sockets(count: int) -> int:
+    until = time.monotonic() + 10
+    while sockets() != count and time.monotonic() < until:
+        time.sleep(0.02)
+    return sockets()
+
+
+def sever_and_call(to: str) -> None:
+    """A connection breaks, and is mended."""
+    agent: Any = current_node().transport
+    agent.sever(rpc.get_worker_info(to).id)
+    call(to, functions.nothing)
+
+
+@pytest.mark.parametrize("options", TRANSPORTS)
+def test_what_a_connection_had_open_goes_with_it_and_not_when_a_collection_finds_it(
+    make_job: MakeJob, options: dict[str, Any]
+) -> None:
+    job = make_job("a", "b", "c", **options)
+    job["a"].do(gc.disable)
+    job["a"].do(call, "c", functions.nothing)
+    before = job["a"].do(sockets)
+    job["a"].do(call, "b", functions.nothing)
+    job["b"].do(call, "a", functions.nothing)
+    both = job["a"].do(sockets)
+    assert both > before
+    for _ in range(5):
+        job["a"].do(sever_and_call, "b")
+    assert job["a"].do(wait_for_sockets, both) == both
+    failing = job["a"].begin(futures_until_lost, "b", 4)
+    job["b"].kill()
+    assert len(failing.result(30)[0]) == 4
+    assert job["a"].do(wait_for_sockets, before) == before
+
+
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_a_pending_call_to_a_killed_worker_fails_within_a_second(
     make_job: MakeJob, options: dict[str, Any]

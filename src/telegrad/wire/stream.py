@@ -81,7 +81,7 @@ class PlainStream:
         except BlockingIOError:
             return -1
         except OSError as error:
-            self.loss = error
+            self.loss = error.with_traceback(None)
             return 0
         finally:
             if not seen:
@@ -100,7 +100,7 @@ class PlainStream:
         except BlockingIOError:
             return 0
         except OSError as error:
-            self.loss = error
+            self.loss = error.with_traceback(None)
             raise as_connection_error(error) from None
 
     def wait_writable(self, timeout: float | None) -> bool:

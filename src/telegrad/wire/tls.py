@@ -94,7 +94,7 @@ class TlsStream:
         except ssl.SSLZeroReturnError:
             return 0
         except OSError as error:
-            self.loss = error
+            self.loss = error.with_traceback(None)
             return 0
 
     def set_receive_timeout(self, seconds: float | None) -> None:
@@ -105,7 +105,7 @@ class TlsStream:
             try:
                 return self._send(parts)
             except OSError as error:
-                self.loss = error
+                self.loss = error.with_traceback(None)
                 raise as_connection_error(error) from None
 
     def wait_writable(self, timeout: float | None) -> bool:

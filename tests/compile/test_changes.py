@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from telegrad import autograd, rpc
 from telegrad.autograd import AutogradError, UnknownContext
-from telegrad.compile import shapes
+from telegrad.compile import calls, shapes
 from telegrad.optim import DistributedOptimizer
 from tests.compile import functions as f
-from tests.compile.checks import compiled
+from tests.compile.checks import BACKENDS, compiled
 
 pytestmark = pytest.mark.usefixtures("job")
 
@@ -146,6 +146,40 @@ def test_a_tensor_that_a_function_changes_by_calling_back_is_an_error() -> None:
             run(x)
     with autograd.context():
         torch.testing.assert_close(compiled(does_not_read, "aot_eager")[0](x).detach(), x * 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_argument_that_a_function_changes_by_calling_back_is_an_error(backend: str) -> None:
+    def step(x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return given["counted"] * 2 + rpc.rpc_sync("worker1", f.call_back, (x,))
+
+    def later(x: Tensor, counted: Tensor) -> Tensor:
+        future = rpc.rpc_async("worker1", f.call_back, (x,))
+        return counted * 2 + future.wait()
+
+    x = torch.ones(3)
+    run, run_later = compiled(step, backend)[0], compiled(later, backend)[0]
+    for _ in range(2):
+        with autograd.context(), pytest.raises(rpc.TelegradError, match=r"called back changed"):
+            run(x, {"counted": f.COUNTED})
+        with pytest.raises(rpc.TelegradError, match=r"called back changed"):
+            run(x, {"counted": f.COUNTED})
+        with pytest.raises(rpc.TelegradError, match=r"called back changed"):
+            run_later(x, f.COUNTED)
+    torch.testing.assert_close(run(x, {"counted": x}), x * 3)
+
+
+def test_outside_of_a_context_as_well_a_tensor_that_is_changed_by_calling_back_is_an_error() -> (
+    None
+):
+    def step(x: Tensor) -> Tensor:
+        return f.COUNTED * 2 + rpc.rpc_sync("worker1", f.call_back, (x,)) + f.COUNTED
+
+    run, _ = compiled(step, "aot_eager")
+    for _ in range(2):
+        with pytest.raises(rpc.TelegradError, match=r"called back changed"):
+            run(torch.ones(3))
+    assert not calls._outside
 
 
 def test_an_optimizer_is_the_one_that_is_given_and_no_graph_keeps_it() -> None:

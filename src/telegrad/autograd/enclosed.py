@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,17 +57,22 @@ class Reads:
     changes here by calling back, while the node waits for it, has to be noticed.
     """
 
-    __slots__ = ("_tensors",)
+    __slots__ = ("_tensors", "arguments")
 
     def __init__(self) -> None:
         self._tensors: list[weakref.ref[Tensor]] = []
+        self.arguments: Callable[[int], list[Tensor]] | None = None
+        """The tensors that the code was given which a thread runs now."""
 
     def note(self, tensors: Iterable[Tensor]) -> None:
         known = {id(ref()) for ref in self._tensors}
         self._tensors += [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
 
-    def versions(self) -> list[tuple[Tensor, int]]:
+    def versions(self, thread: int) -> list[tuple[Tensor, int]]:
+        """What is read by the code that a thread runs, as it is now."""
         alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
+        if self.arguments is not None:
+            alive += self.arguments(thread)
         return [(tensor, tensor._version) for tensor in alive]
 
 
@@ -83,6 +88,8 @@ class Enclosure:
     recvs: list[Any] = field(default_factory=list)
     calls: list[EnclosedCall] = field(default_factory=list)
     reads: Reads | None = None
+    thread: int = 0
+    """The one that runs the code in the node."""
     changed: Tensor | None = None
     """One of these that was changed while a call was under way."""
 
@@ -99,7 +106,7 @@ class looking_for_changes(speaking_for):
     def __enter__(self) -> None:
         super().__enter__()
         self._before = [
-            (enclosure, enclosure.reads.versions())
+            (enclosure, enclosure.reads.versions(enclosure.thread))
             for enclosure in self._scope.context.enclosures
             if enclosure.reads is not None
         ]

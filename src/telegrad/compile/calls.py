@@ -31,7 +31,7 @@ from telegrad.compile import torch_private
 from telegrad.compile.own import OwnCall
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.futures import CallFuture
-from telegrad.rpc.node import current_node
+from telegrad.rpc.node import Node, current_node
 
 if TYPE_CHECKING:
     from telegrad.compile.sites import Site
@@ -67,8 +67,10 @@ def new_token(record: Any) -> Tensor:
 def _forget(number: int, address: int, _: object) -> None:
     _by_address.pop(address, None)
     record, _ = _records.pop(number)
-    if isinstance(record, Call) and record.enclosed is not None:
-        record.enclosed.forgotten = True
+    if isinstance(record, Call):
+        record.end()
+        if record.enclosed is not None:
+            record.enclosed.forgotten = True
 
 
 def record_of(token: Tensor) -> Any:
@@ -108,6 +110,8 @@ class Call:
     """If so, and if gradients may flow through it: its graph."""
     future: CallFuture | None = None
     reference: Any = None
+    changed: Tensor | None = None
+    """Outside of contexts: what the compiled function reads, and its worker has changed here."""
     places: dict[int, Any] | None = None
     """Where in the outputs the recv of each tensor that needs a gradient is."""
 
@@ -117,12 +121,30 @@ class Call:
 
     # Forward.
 
+    def outside(self, node: Node, site: Site, send: Any, own: list[Tensor], ints: Any) -> Any:
+        """Make the call in no context."""
+        if node.around_calls is None:
+            node.around_calls = _Looking
+        _outside[id(self)] = self, site, threading.get_ident()
+        try:
+            return send(site, own, ints)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Nobody waits for it any more."""
+        _outside.pop(id(self), None)
+
     def result_of(self, given: Any) -> Any:
         """What the call returned, which another worker gives, or has been put aside here."""
         return given if self.here is None else self.here.result
 
     def take(self, outputs: list[Tensor]) -> list[Tensor]:
         """Note what arrived; the same as plain tensors."""
+        self.end()
+        if self.changed is not None:
+            raise _changed(self.where, self.changed)
         if self.here is not None:
             plain = self.here.take(outputs, anchors.has)
             self._notice_changes()
@@ -142,7 +164,8 @@ class Call:
     def _notice_changes(self) -> None:
         enclosure = None if self.enclosed is None else self.enclosed.enclosure
         if enclosure is not None and enclosure.changed is not None:
-            raise _changed(self.where, enclosure)
+            changed, enclosure.changed = enclosure.changed, None
+            raise _changed(self.where, changed)
 
     # Backward.
 
@@ -182,6 +205,33 @@ class Call:
                 "Use telegrad.autograd.backward(context_id, [loss]) instead of loss.backward()."
             )
         return running
+
+
+_outside: dict[int, tuple[Call, Site, int]] = {}
+"""Calls under way in no context, with the threads that run the compiled functions."""
+
+
+class _Looking:
+    """Around what a worker calls here in no context, perhaps because it was called: note what it
+    changes of what compiled functions read that wait for it."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, sender: int) -> None:
+        self._before = [
+            (call, site.reads.versions(thread))
+            for call, site, thread in list(_outside.values())
+            if site.worker.id == sender
+        ]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        for call, versions in self._before:
+            for tensor, version in versions:
+                if tensor._version != version:
+                    call.changed = tensor
 
 
 class Anchors:
@@ -279,9 +329,11 @@ def begin(
         site.follow(node)
     own = _all_leaving(tensors)
     if context is None:
-        return Call(site.name, None, ()), send(site, own, ints)
+        call = Call(site.name, None, ())
+        return call, call.outside(node, site, send, own, ints)
     enclosed = EnclosedCall(context, *anchors.take(anchor))
     enclosed.enclosure.reads = site.reads
+    enclosed.enclosure.thread = threading.get_ident()
     sent: list[int] = []
     if record:
         for place, need in enumerate(needs):
@@ -334,9 +386,7 @@ def _begin_here(
     return Call(site.name, enclosed, (), True, here), result
 
 
-def _changed(where: str, enclosure: Enclosure) -> TelegradError:
-    tensor, enclosure.changed = enclosure.changed, None
-    assert tensor is not None
+def _changed(where: str, tensor: Tensor) -> TelegradError:
     return TelegradError(
         f"While a compiled function waited for a call ({where}), a function that was called back "
         f"changed a tensor of shape {tuple(tensor.shape)} that the compiled function reads. It may "

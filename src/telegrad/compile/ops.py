@@ -152,7 +152,10 @@ def call(
         requests.begin,
         _local_arguments(where),
     )
-    result = made.result_of(current_node().wait(pending))
+    try:
+        result = made.result_of(current_node().wait(pending))
+    finally:
+        made.end()
     outputs = _arrived(made, where, result, expected(where, shapes, ints, needs))
     return new_token(made), outputs, _DONE
 

@@ -25,6 +25,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from telegrad.autograd.enclosed import Reads
 from telegrad.compile import torch_private
@@ -208,7 +209,7 @@ def locate(
     if traced:
         _unasked.add(key)
         _note_code()
-        torch_private.once_traced(_sites[key].reads.note)
+        torch_private.once_traced(functools.partial(_note_reads, _sites[key].reads))
     return key, worker.name
 
 
@@ -231,6 +232,22 @@ def _not_constant() -> Exception:
         "string. Make such objects outside of the compiled function, or give their tensors."
     )
     return passing(TelegradError(sentence))
+
+
+_arguments: dict[int, list[str]] = {}
+"""Where the tensors are found that a compiled function was given, by the identity of its code."""
+
+
+def _note_reads(reads: Reads, tensors: list[Tensor], code: CodeType, arguments: list[str]) -> None:
+    reads.note(tensors)
+    known = _arguments.setdefault(id(code), [])
+    known += [name for name in arguments if name not in known]
+    weakref.finalize(code, _arguments.pop, id(code), None)
+    reads.arguments = _arguments_in
+
+
+def _arguments_in(thread: int) -> list[Tensor]:
+    return torch_private.arguments_in(thread, _arguments)
 
 
 def give_key(known: str, key: str) -> str:

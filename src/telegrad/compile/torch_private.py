@@ -14,7 +14,8 @@ Each private call sits behind one small function here, and nowhere else. What is
 * Dynamo knows the code that it compiles, and forgets the graphs of one when it is told to.
 * Dynamo makes constants of what a function of ours returns by one function, and lets assertions
   that are raised meanwhile pass.
-* Dynamo says when a graph is complete, and its placeholders know the tensors that they stand for.
+* Dynamo says when a graph is complete; its placeholders know the tensors that they stand for, and
+  expressions that find them in the frame of the function, whose code it remembers.
 * Dynamo traces a call of one of torch's functions by one method of its variable.
 * An operator holds the function that dispatches it, and calls that function.
 * The record that torch keeps of the types `ProcessGroup` and `DeviceMesh` has a place for a guard
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -38,6 +40,7 @@ from torch._dynamo.eval_frame import remove_from_cache
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import AttrSource, ConstantSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, compare_op_handlers
+from torch._dynamo.utils import orig_code_map
 from torch._dynamo.variables import functions
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
@@ -47,6 +50,7 @@ from torch._dynamo.variables.user_defined import (
     FrozenDataClassVariable,
     UserDefinedObjectVariable,
 )
+from torch._guards import ChainedSource
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
@@ -321,22 +325,54 @@ class Opaque:
         self._record.members.setdefault(method, opaque_object.MemberType.INLINED)
 
 
-def once_traced(tell: Callable[[list[Tensor]], None]) -> None:
-    """When the graph that is being traced is complete, say which tensors it reads that are there
-    before it is called: all of its inputs but those that are arguments."""
+def once_traced(tell: Callable[[list[Tensor], CodeType, list[str]], None]) -> None:
+    """When the graph that is being traced is complete, say which tensors it reads: those that are
+    there before it is called; the code that it is of, and where the arguments are found."""
     output = InstructionTranslator.current_tx().output
+    code: CodeType = output.root_tx.f_code
 
     def finish() -> None:
-        found = []
+        found: list[Tensor] = []
+        arguments: list[str] = []
         for node in output.placeholders:
             given = node.meta.get("grapharg")
-            source = None if given is None else given.source
-            is_argument = isinstance(source, LocalSource) and not source.is_derefed_cell_contents
-            if given is not None and not is_argument and isinstance(given.example, Tensor):
+            if given is None or not isinstance(given.example, Tensor):
+                continue
+            source: Any = given.source
+            if _is_argument(source):
+                arguments.append(source.name)
+            else:
                 found.append(given.example)
-        tell(found)
+                if isinstance(source, ChainedSource) and _is_argument(source.get_base()):
+                    arguments.append(source.name)
+        tell(found, code, arguments)
 
     output.add_cleanup_hook(finish)
+
+
+def _is_argument(source: Any) -> bool:
+    return isinstance(source, LocalSource) and not source.is_derefed_cell_contents
+
+
+def arguments_in(thread: int, names: Mapping[int, Sequence[str]]) -> list[Tensor]:
+    """The tensors that a thread gave to the compiled function that it runs now. `names` says where
+    they are found, by the identity of the function's code."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        code = orig_code_map.get(frame.f_code)
+        if code is not None and id(code) in names:
+            places = {"L": frame.f_locals, "G": frame.f_globals}
+            return [t for name in names[id(code)] if (t := _look_up(name, places)) is not None]
+        frame = frame.f_back
+    return []
+
+
+def _look_up(name: str, places: dict[str, Any]) -> Tensor | None:
+    try:
+        found = eval(name, places)
+    except Exception:
+        return None  # Let go of by the function, or found by a way of Dynamo's own.
+    return found if isinstance(found, Tensor) else None
 
 
 def code_being_traced() -> CodeType | None:

@@ -14,6 +14,7 @@ import math
 import threading
 import traceback
 from collections.abc import Callable, Container
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -159,6 +160,8 @@ class Node:
         self._passages: dict[int, Passage] = {}
         self._topics: dict[str, Callable[[int, Any], object]] = {}
         self._operations: dict[str, Callable[..., object]] = {}
+        self.around_calls: Callable[[int], AbstractContextManager[None]] | None = None
+        """What a layer above does around calls of a worker that belong to no scope."""
         self._lost_callbacks: list[Callable[[int, str], object]] = []
         self._lost: dict[int, str] = {}
         self.coroutines = Coroutines()
@@ -383,6 +386,9 @@ class Node:
                 error = self._unreadable(error)
             return self._failure(error)
         if scope is None:
+            if self.around_calls is not None:
+                with self.around_calls(sender):
+                    return self._run(sender, frame.call_id, target, args, kwargs, None)
             return self._run(sender, frame.call_id, target, args, kwargs, None)
         with self.crossing.enter(self, scope):
             return self._run(sender, frame.call_id, target, args, kwargs, scope)

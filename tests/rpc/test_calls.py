@@ -227,6 +227,27 @@ def test_mutual_recursion_a_thousand_deep_returns() -> None:
     assert bounce(1000, ["main", "worker1"]) == 1000
 
 
+def test_threads_that_wait_together_are_all_served_whatever_becomes_of_the_others() -> None:
+    """Each that is served wakes the next: none may be forgotten when one leaves by another door."""
+    shared = [rpc.rpc_async("worker1", functions.sleep_for, args=(0.05,)) for _ in range(4)]
+
+    def client(number: int) -> int:
+        served = 0
+        for turn in range(100):
+            if turn % 50 == 4 * number:
+                with pytest.raises(RuntimeError, match="timed out"):
+                    rpc.rpc_sync("worker1", functions.sleep_for, args=(0.5,), timeout=0.01)
+            if turn == number:
+                for future in shared:
+                    future.wait()
+            served += rpc.rpc_sync("worker1", echo, args=(1,))
+        return served
+
+    with ThreadPoolExecutor(12) as pool:
+        served = [pool.submit(client, number) for number in range(12)]
+        assert [future.result(60) for future in served] == [100] * 12
+
+
 def test_calls_of_a_worker_to_itself_nest() -> None:
     assert rpc.rpc_sync("main", bounce, args=(200, ["main"])) == 200
     assert rpc.rpc_sync("worker1", bounce, args=(200, ["worker1"])) == 200

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -370,3 +371,45 @@ def test_small_neighbours_share_a_record_and_large_parts_are_not_copied() -> Non
     assert [bytes(piece) for piece in (pieces[0], pieces[-1])] == [b"eadmeta", b"tail"]
     assert sum(len(piece) for piece in pieces) == 300_011
     assert all(np.shares_memory(np.asarray(piece), large) for piece in pieces[1:-1])
+
+
+@pytest.mark.parametrize("sockets", [unix_sockets, tcp_sockets])
+def test_in_a_crowd_a_short_message_leaves_without_giving_up_the_interpreter(
+    sockets: Callable[[], Sockets],
+) -> None:
+    here, there = plain(sockets())
+    here.crowd = ("somebody who waits",)
+    turns, over = [0], threading.Event()
+
+    def take_turns() -> None:
+        while not over.is_set():
+            turns[0] += 1
+
+    interval = sys.getswitchinterval()
+    other = threading.Thread(target=take_turns)
+    buffer = memoryview(bytearray(100))
+    try:
+        other.start()
+        # From here on nobody is made to give the interpreter up.
+        sys.setswitchinterval(100.0)
+        before = turns[0]
+        for _ in range(100):
+            assert here.try_send([b"x" * 10]) == 10
+        assert turns[0] == before
+    finally:
+        over.set()
+        sys.setswitchinterval(interval)
+        other.join()
+    read = 0
+    while read < 1000:
+        read += there.recv_into(buffer)
+
+
+def test_in_a_crowd_a_full_stream_takes_nothing_and_an_ended_one_says_so() -> None:
+    here, there = plain(unix_sockets())
+    here.crowd = ("somebody who waits",)
+    while here.try_send([b"x" * 1000]):
+        pass
+    there.close()
+    with pytest.raises(ConnectionError):
+        here.try_send([b"x" * 1000])

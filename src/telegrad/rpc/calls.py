@@ -63,11 +63,15 @@ class Pending:
 
     def settle(self, frame: Frame | None, error: TelegradError | None = None) -> None:
         """Store the outcome, then wake who waits. Only for the one who took it from the table."""
-        self.frame = frame
         self.error = error
-        self.done = True
+        self.store(frame)
         if self.latch is not None:
             self.wake()
+
+    def store(self, frame: Frame | None) -> None:
+        """Settle the call, and leave it to the caller of this to wake who waits."""
+        self.frame = frame
+        self.done = True
 
     def wake(self) -> None:
         # A waiter stores its latch and then looks at `done`; we set `done` and then look for the

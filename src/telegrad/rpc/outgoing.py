@@ -9,9 +9,13 @@ The rules that make this safe:
 - `_reading` is set and cleared under `_roles`; who finds it clear and wants a reply sets it, and
   puts its thread into `_reader`. An interrupt (Ctrl-C) may come between any two steps: whoever is
   interrupted looks there whether the role is its own, and gives it up.
-- Who gives the role up either passes it to a waiter that is not settled (the *heir*), or clears it,
-  in one step under `_roles`: a waiter that registered before that step is found, one that comes
-  after finds the role free. An heir whose call is settled meanwhile gives the role up in turn.
+- Who gives the role up either passes it to a waiter (the *heir*), or clears it, in one step under
+  `_roles`: a waiter that registered before that step is found, one that comes after finds the role
+  free. An heir whose call is settled gives the role up in turn.
+- Waiters whose replies have come (`_served`) are woken one after the other, each by the one before:
+  by the reader before it sleeps or as its heir, then by whoever leaves the queue. Only one thread
+  at a time can have the interpreter; were all woken at once, most would wake in order to wait for
+  it, on the core that the callee needs. Whoever is in `_served` and has left the queue was awake.
 - Futures are completed (which runs user code) only after the role was given up.
 """
 
@@ -22,6 +26,7 @@ import math
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from threading import get_ident
@@ -61,6 +66,7 @@ class Outgoing:
         self._reading = False
         self._reader = 0
         self._waiters: dict[int, Pending] = {}
+        self._served: deque[Pending] = deque()
         self._heir: Pending | None = None
         self._armed = False
         self._completed: list[Pending] = []
@@ -72,6 +78,7 @@ class Outgoing:
 
     def _adopt_stream(self) -> None:
         self.link.stream.set_receive_timeout(RECEIVE_TIMEOUT)
+        self.link.stream.crowd = self._waiters
         self._descriptor = self.link.stream.fileno()
         self.agent.watch.register(self._descriptor, self._noticed, ENDED)
         self.offer_to_widen()
@@ -142,6 +149,8 @@ class Outgoing:
                 pending.wake()
             if self._leave_queue(pending):
                 self._give_up_reading()
+            else:
+                self._wake_next()
             raise
         heir = self._leave_queue(pending)
         if pending.done:
@@ -149,6 +158,8 @@ class Outgoing:
             pending.wake()
             if heir:
                 self._give_up_reading()
+            elif self._served:
+                self._wake_next()
             return False
         return heir
 
@@ -162,6 +173,21 @@ class Outgoing:
                 self._heir = None
         return heir
 
+    def _wake_next(self) -> None:
+        """Wake one of those whose replies have come. It wakes the next when it leaves the queue."""
+        with self._roles:
+            served = self._next_served()
+            if served is not None:
+                served.wake()
+
+    def _next_served(self) -> Pending | None:
+        """One whose reply has come and that has not left the queue. With the lock held."""
+        while self._served:
+            served = self._served.popleft()
+            if served.call_id in self._waiters:
+                return served
+        return None
+
     def _read_until(self, pending: Pending, until: float) -> None:
         """Read until the call is settled, the time has come, or the link breaks."""
         now = self.agent.node.runtime.now
@@ -170,6 +196,8 @@ class Outgoing:
             if self._armed:
                 self._disarm()
             while not pending.done:
+                if self._served and not link.has_frame():
+                    self._wake_next()
                 if self._take_one(link) is None:
                     interrupts.run_put_off()
                     time_is = now()
@@ -199,6 +227,7 @@ class Outgoing:
                 self._give_up_reading()
 
         self._reader = 0
+        self._wake_next()
         self.agent.threads.run(mend)
 
     def _take_completed(self) -> list[Pending]:
@@ -231,7 +260,9 @@ class Outgoing:
             late = frame
             self.agent.threads.run(lambda: node.discard(self.member.info.id, late))
         else:
-            pending.settle(frame)
+            pending.store(frame)
+            if pending.call_id in self._waiters:
+                self._served.append(pending)
             if pending.completion:
                 self._completed.append(pending)
         return frame
@@ -244,17 +275,16 @@ class Outgoing:
         """Let somebody else read, and return the calls that are still to be completed."""
         with self._roles:
             completed = self._take_completed() if self._completed else ()
-            handed_on = False
-            while self._waiters:
-                _, waiter = self._waiters.popitem()
-                if not waiter.done:
-                    self._heir = waiter
-                    waiter.wake()
-                    handed_on = True
-                    break
-            self._reading = handed_on
+            heir = self._next_served()
+            if heir is None:
+                waiters = reversed(self._waiters.values())
+                heir = next((waiter for waiter in waiters if not waiter.done), None)
+            if heir is not None:
+                self._heir = heir
+                heir.wake()
+            self._reading = heir is not None
             self._reader = 0
-        if handed_on or self.gone:
+        if heir is not None or self.gone:
             return completed
         if self.link.is_halfway:
             self.agent.threads.run(self._read_for_others)
@@ -323,6 +353,8 @@ class Outgoing:
             frame = None
             try:
                 while not self.gone:
+                    if self._served and not self.link.has_frame():
+                        self._wake_next()
                     frame = self._receive(self.link)
                     if self.link.is_halfway and not self._completed:
                         continue

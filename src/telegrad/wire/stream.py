@@ -8,17 +8,23 @@ wait, above all to read, or two ends that write at once would wait for each othe
 Closing. `close` shuts the connection down, which wakes the reader and tells the peer. The
 descriptor itself is closed when the stream is collected: a thread that is just entering a system
 call still holds the stream, so the number it holds cannot come to mean another file.
+
+A crowd. Python lets go of the interpreter around each system call, and a thread that waits for it
+takes it: the caller has it back when that one sleeps, and each of these hand-overs costs more than
+a short message. So while others wait at this end, a short message is written by a call that keeps
+the interpreter (it cannot block), and the reader does not look for bytes but sleeps for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import socket
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from telegrad.wire.lookout import Lookout
@@ -26,6 +32,10 @@ from telegrad.wire.lookout import Lookout
 DO_NOT_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_PARTS = os.sysconf("SC_IOV_MAX")
 _TIMEVAL = struct.Struct("@ll")
+SHORT = 1 << 13
+_send_at_once = ctypes.PyDLL(None).send
+_send_at_once.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
+_send_at_once.restype = ctypes.c_ssize_t
 
 Part = bytes | memoryview
 """What can be sent: bytes, or a C-contiguous memoryview."""
@@ -33,6 +43,9 @@ Part = bytes | memoryview
 
 class Stream(Protocol):
     """One reading thread at a time, one writing thread at a time; the two may differ."""
+
+    crowd: Collection[object]
+    """Threads that wait for what comes by this stream, beside the one that reads."""
 
     @property
     def loss(self) -> OSError | None:
@@ -70,12 +83,13 @@ class PlainStream:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self.loss: OSError | None = None
+        self.crowd: Collection[object] = ()
         self._socket = sock
         self._lookout = Lookout(sock)
         close_when_collected(self, sock)
 
     def recv_into(self, view: memoryview) -> int:
-        seen = self._lookout.wait()
+        seen = not self.crowd and self._lookout.wait()
         try:
             return self._socket.recv_into(view)
         except BlockingIOError:
@@ -84,7 +98,7 @@ class PlainStream:
             self.loss = error.with_traceback(None)
             return 0
         finally:
-            if not seen:
+            if not (seen or self.crowd):
                 self._lookout.came()
 
     def set_receive_timeout(self, seconds: float | None) -> None:
@@ -93,7 +107,12 @@ class PlainStream:
     def try_send(self, parts: Sequence[Part]) -> int:
         try:
             if len(parts) == 1:
-                return self._socket.send(parts[0], DO_NOT_WAIT)
+                part = parts[0]
+                if self.crowd and type(part) is bytes and len(part) < SHORT:
+                    sent: int = _send_at_once(self._socket.fileno(), part, len(part), DO_NOT_WAIT)
+                    if sent >= 0:
+                        return sent
+                return self._socket.send(part, DO_NOT_WAIT)
             if len(parts) > _MAX_PARTS:
                 parts = parts[:_MAX_PARTS]
             return self._socket.sendmsg(parts, (), DO_NOT_WAIT)

@@ -20,7 +20,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from telegrad.wire.stream import (
     DO_NOT_WAIT,
@@ -59,6 +59,7 @@ class TlsStream:
         that arrive say that it was accepted.
         """
         self.loss: OSError | None = None
+        self.crowd: Collection[object] = ()
         self._socket = sock
         close_when_collected(self, sock)
         self._incoming = ssl.MemoryBIO()

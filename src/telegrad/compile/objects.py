@@ -40,13 +40,13 @@ def place_in_mesh(mesh: DeviceMesh) -> list[object]:
 
 def guard_process_groups() -> None:
     """Have compiled functions notice when they are given another process group or mesh."""
-    reads.enabled = True
+    reads.process_groups.enabled = True
     device_meshes.guard(place_in_mesh)
 
 
 def guard_as_torch_does() -> None:
     """For tests that show what is missing."""
-    reads.enabled = False
+    reads.process_groups.enabled = False
 
 
 reads.guard_reads()

@@ -239,6 +239,8 @@ def test_a_creation_that_was_refused_altogether_is_lost():
     created = ann.create_remote(OWNER)
     ann.create_refused(created, "no room")
     assert [type(action) for action in ann.take_actions()] == [Lost]
+    with pytest.raises(ReferenceLost, match="no room"):
+        ann.share(created.fork, BOB)
     ann.drop(created.fork)
     assert not any(ann.debug_info().values())
 

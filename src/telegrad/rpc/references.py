@@ -216,6 +216,8 @@ class _Held:
     standing: _Standing
     pins: set[ForkId] = field(default_factory=set)
     dropped: bool = False
+    refusal: str = ""
+    """Why a live owner does not keep the value."""
 
 
 class _Pin(NamedTuple):
@@ -360,7 +362,8 @@ class References:
             return transfer
         held = self._held[handle]
         if held.standing is _Standing.LOST:
-            raise self._owner_lost(held.reference)
+            is_lost = held.reference.owner in self._lost
+            raise self._owner_lost(held.reference) if is_lost else ReferenceLost(held.refusal)
         fork = ForkId(self._me, self._number())
         held.pins.add(fork)
         self._pins[fork] = _Pin(handle, to)
@@ -474,6 +477,7 @@ class References:
         held = self._held.get(fork)
         # What is confirmed came into the table after it was refused.
         if held is not None and held.standing is _Standing.UNCONFIRMED:
+            held.refusal = reason
             self._lose(fork, held, ReferenceLost(reason))
 
     def _confirm(self, fork: ForkId) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 from telegrad import rpc
 from telegrad.launch import conduct
@@ -21,3 +22,10 @@ def test_the_stated_bounds_are_those_of_the_code() -> None:
     assert f"{LIVENESS:g} seconds by default" in TEXT
     assert f"{conduct.LEAVE_SECONDS:g} seconds" in TEXT
     assert inspect.signature(rpc.init_rpc).parameters["liveness"].default == LIVENESS
+
+
+def test_the_tests_that_the_text_names_are_there() -> None:
+    named = re.findall(r"`(\S+\.py)::(test_\w+)`", TEXT)
+    assert len(named) > 50
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text(), f"{path}::{name}"

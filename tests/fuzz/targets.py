@@ -20,8 +20,8 @@ import torch
 
 from telegrad.rpc.calls import Calls
 from telegrad.rpc.errors import ReferenceLost, TelegradError, WorkerLost
+from telegrad.rpc.reference_messages import read_message
 from telegrad.rpc.references import References, State
-from telegrad.rpc.values import _message
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire import names
 from telegrad.wire.arena import Arena, ArenaView
@@ -322,7 +322,7 @@ def references(data: bytes) -> None:
                     handles.append(core.create_local(State.PENDING))
                 case _:
                     said = _said(op, reference, fork, f)
-                    core.receive(1 + sender % 3, _message(said))
+                    core.receive(1 + sender % 3, read_message(said))
         except (ReferenceLost, WorkerLost, TelegradError, ValueError, KeyError):
             pass
         for action in core.take_actions():

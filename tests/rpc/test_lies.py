@@ -20,16 +20,9 @@ from telegrad.rpc import values
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.methods import as_parcel
 from telegrad.rpc.node import current_node
-from telegrad.rpc.references import (
-    Fence,
-    Fenced,
-    ForkId,
-    ReferenceId,
-    References,
-    Register,
-    Transfer,
-)
-from telegrad.rpc.values import MAX_EARLY, _Inbox
+from telegrad.rpc.reference_mail import MAX_EARLY, Inbox
+from telegrad.rpc.reference_messages import Fence, Fenced, ForkId, ReferenceId, Register, Transfer
+from telegrad.rpc.references import References
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Kind
 from tests.rpc import data_functions as functions
@@ -54,7 +47,7 @@ from tests.rpc.test_data_only import MakeJob, make_parties, send_raw  # noqa: F4
 def say(to: int, *message: Any) -> None:
     """The next message of the reference protocol, whatever it is."""
     node = current_node()
-    lane = node.values._lanes.get(to)
+    lane = node.values._mail.lanes.get(to)
     numbers.setdefault(to, lane.sent if lane is not None else 0)
     numbers[to] += 1
     node.post(to, "reference", (numbers[to], message))
@@ -259,7 +252,7 @@ def test_a_value_that_was_promised_and_never_asked_for_is_waited_for_within_a_bo
 
 
 def test_messages_that_are_ahead_of_their_turn_are_bounded() -> None:
-    inbox = _Inbox()
+    inbox = Inbox()
     with pytest.raises(ValueError, match="out of turn"):
         inbox.keep(MAX_EARLY + 1, Fence((1,)))
     everyone = Fence(tuple(range(1 << 16)))

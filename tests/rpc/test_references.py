@@ -11,23 +11,25 @@ import pytest
 
 from telegrad.rpc.errors import ReferenceLost, Refused, WorkerLost
 from telegrad.rpc.limits import Ledger
-from telegrad.rpc.references import (
-    Confirmed,
-    Drop,
-    Failed,
+from telegrad.rpc.reference_messages import (
     Fenced,
     ForkId,
     Gone,
     Handle,
-    Lost,
-    Post,
     ReferenceId,
-    References,
     Register,
     Release,
-    State,
     Transfer,
     Unpin,
+)
+from telegrad.rpc.references import (
+    Confirmed,
+    Drop,
+    Failed,
+    Lost,
+    Post,
+    References,
+    State,
     _Standing,
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.messages import Options
 from telegrad.autograd.roots import check_roots
-from telegrad.rpc.references import ReferenceId
+from telegrad.rpc.reference_messages import ReferenceId
 
 if TYPE_CHECKING:
     from telegrad.autograd.service import Autograd

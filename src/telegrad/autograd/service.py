@@ -34,7 +34,7 @@ from telegrad.autograd.references import BACKWARD, backward_from, backward_on_ow
 from telegrad.autograd.releases import Releases
 from telegrad.rpc.calls import Pending, afresh
 from telegrad.rpc.errors import TelegradError
-from telegrad.rpc.references import ReferenceId
+from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.results import Finish, Later
 
 TOPIC_RELEASE = "autograd.release"

@@ -32,7 +32,7 @@ from telegrad.compile.expressions import Formula
 from telegrad.compile.nested import NodeOfFakes
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import Node, current_node, find_thread_node, set_thread_node
-from telegrad.rpc.references import ReferenceId
+from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.layouts import is_sparse
 

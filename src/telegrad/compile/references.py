@@ -18,7 +18,7 @@ from telegrad.compile.handles import MadeRRef
 from telegrad.compile.tracing import constant_of_graph
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.node import Passage
-from telegrad.rpc.references import ForkId, Handle, ReferenceId
+from telegrad.rpc.reference_messages import ForkId, Handle, ReferenceId
 from telegrad.rpc.rref import RRef
 from telegrad.wire.names import EXTENSIONS, Extension
 from telegrad.wire.trust import Trust

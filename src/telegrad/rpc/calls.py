@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 
 from telegrad.rpc.errors import CallTimeout, RemoteError, TelegradError, WorkerLost
-from telegrad.rpc.references import Transfer
+from telegrad.rpc.reference_messages import Transfer
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.frames import Frame
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from telegrad.rpc.node import current_node
+from telegrad.rpc.reference_messages import read_reference
 from telegrad.rpc.rref import RRef
-from telegrad.rpc.values import read_reference
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from telegrad.rpc.references import ReferenceId
+from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.wire.parcel import Parcel
 
 METHOD = "method"

@@ -62,35 +62,25 @@ from typing import NamedTuple, TypeVar
 
 from telegrad.rpc.errors import LostWithWorker, ReferenceLost, Refused, WorkerLost
 from telegrad.rpc.limits import Ledger, unlimited
-
-
-class ReferenceId(NamedTuple):
-    owner: int
-    created_on: int
-    number: int
-
-
-class ForkId(NamedTuple):
-    """`created_on` is the worker that made the fork: the one who passed it on, or called remote."""
-
-    created_on: int
-    number: int
-
+from telegrad.rpc.reference_messages import (
+    Accepted,
+    Fence,
+    Fenced,
+    ForkId,
+    Gone,
+    Handle,
+    Message,
+    ReferenceId,
+    Register,
+    Release,
+    Transfer,
+    Unpin,
+)
 
 MOST_REMEMBERED = 4096
 """So many values that were refused, and that have been, are told from those to come."""
 
 T = TypeVar("T")
-
-Handle = ReferenceId | ForkId
-"""What an RRef object stands for: on the owner the reference itself, elsewhere its fork."""
-
-
-class Transfer(NamedTuple):
-    """A reference on its way inside of a message from `fork.created_on`."""
-
-    reference: ReferenceId
-    fork: ForkId
 
 
 class State(Enum):
@@ -99,63 +89,6 @@ class State(Enum):
     READY = auto()
     FAILED = auto()
     GONE = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Register:
-    """To the owner: `holder` has this fork. The sender is the holder, or fenced from it."""
-
-    transfer: Transfer
-    holder: int
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """To a holder: the owner has its fork in the table."""
-
-    fork: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class Unpin:
-    """To the one who passed this fork on: it need not be protected any more."""
-
-    fork: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """To the owner: this fork is gone."""
-
-    transfer: Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """To every live worker: say when you accept nothing more from these."""
-
-    lost: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fenced:
-    """The answer to Fence, after every registration that was owed."""
-
-    lost: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """To a holder: the owner does not keep this value for it, and why.
-
-    It keeps no more for this worker than it may; or a driver broke its duties.
-    """
-
-    fork: ForkId
-    reason: str = "The owner does not have this value any more."
-
-
-Message = Register | Accepted | Unpin | Release | Fence | Fenced | Gone
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,16 @@ from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.methods import as_parcel
 from telegrad.rpc.node import Node, Passage, current_node
 from telegrad.rpc.outside import refuse_in_graph
-from telegrad.rpc.references import ForkId, Handle, ReferenceId, State, Transfer
+from telegrad.rpc.reference_messages import (
+    ForkId,
+    Handle,
+    ReferenceId,
+    Transfer,
+    read_reference,
+    read_transfer,
+)
+from telegrad.rpc.references import State
 from telegrad.rpc.results import as_result
-from telegrad.rpc.values import read_reference, read_transfer
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed, Trust, export, extend
 

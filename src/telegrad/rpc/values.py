@@ -4,10 +4,9 @@
 them, and the messages that the protocol asks for.
 
 Actions of the core are carried out in the order in which it gave them, outside of the lock: the
-thread that finds nobody doing so carries out all that is there. Messages wait in a lane for each
-worker, so that one who cannot be reached holds up nobody else, and are numbered there: the receiver
-puts them in order and drops doubles. RRef objects die anywhere, even in a garbage collection under
-our own lock, so a death is only put on a queue and told to the core later.
+thread that finds nobody doing so carries out all that is there. Messages leave by the `Mail`. RRef
+objects die anywhere, even in a garbage collection under our own lock, so a death is only put on a
+queue and told to the core later.
 """
 
 from __future__ import annotations
@@ -34,37 +33,33 @@ from telegrad.rpc.errors import (
     WorkerLost,
 )
 from telegrad.rpc.methods import METHOD, read_parcel
+from telegrad.rpc.reference_mail import Lane, Mail
+from telegrad.rpc.reference_messages import (
+    Fence,
+    ForkId,
+    Handle,
+    Message,
+    ReferenceId,
+    Transfer,
+    read_reference,
+    read_transfer,
+)
 from telegrad.rpc.references import (
-    Accepted,
     Action,
     Confirmed,
     Drop,
     Failed,
-    Fence,
-    Fenced,
-    ForkId,
-    Gone,
-    Handle,
     Lost,
-    Message,
     Post,
-    ReferenceId,
     References,
-    Register,
-    Release,
     State,
-    Transfer,
-    Unpin,
 )
 from telegrad.rpc.results import Finish, Later, as_result
-from telegrad.rpc.worker import MAX_WORKER_ID
 from telegrad.wire.names import is_exported
 
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
 
-TOPIC = "reference"
-MAX_EARLY = 1 << 16
 PATIENCE_WITH_LANES = 1.0
 PATIENCE_WITH_PROMISE = 60.0
 """Seconds by which the request that makes a value may come later than a reference to it."""
@@ -76,56 +71,6 @@ class _Journey(threading.local):
     def __init__(self) -> None:
         self.leaving: list[Transfer] = []
         self.unconfirmed: list[ForkId] = []
-
-
-class _Inbox:
-    """Puts the messages of one sender back in order.
-
-    Posts are begun in order, but a handler may be overtaken by the next one before it comes to
-    our lock. The core relies on the order: a `Fenced` that overtakes a `Register` drops a value
-    that someone has.
-    """
-
-    __slots__ = ("early", "receiving", "seen", "weight")
-
-    def __init__(self) -> None:
-        self.seen = 0
-        self.early: dict[int, Message] = {}
-        self.receiving = False
-        self.weight = 0
-
-    def keep(self, number: int, message: Message) -> None:
-        """A message came; it may be received when those before it have been.
-
-        An honest sender is a few messages ahead of the slowest handler.
-        """
-        if number - self.seen > MAX_EARLY or self.weight > MAX_EARLY:
-            raise ValueError("a message of the reference protocol has a number out of turn")
-        if number > self.seen and number not in self.early:
-            self.early[number] = message
-            self.weight += _weight(message)
-
-    def begin_next(self) -> Message | None:
-        """The next message in order. None if it is not there, or another thread receives."""
-        if self.receiving:
-            return None
-        message = self.early.pop(self.seen + 1, None)
-        if message is not None:
-            self.seen += 1
-            self.receiving = True
-            self.weight -= _weight(message)
-        return message
-
-
-class _Lane:
-    """The messages to one worker that have not left. One thread at a time sends them."""
-
-    __slots__ = ("messages", "sending", "sent")
-
-    def __init__(self) -> None:
-        self.messages: deque[Message] = deque()
-        self.sent = 0
-        self.sending = False
 
 
 class Values:
@@ -145,11 +90,9 @@ class Values:
         self._lost: dict[ForkId, ReferenceLost] = {}
         self._actions: deque[Action] = deque()
         self._acting = False
-        self._lanes: dict[int, _Lane] = {}
-        self._inboxes: dict[int, _Inbox] = {}
+        self._mail = Mail(node, self._changed, self._receive)
         self._deaths: deque[Handle] = deque()
         self._journey = _Journey()
-        node.on_post(TOPIC, self._received)
         node.on_operation("create", self._create)
         node.on_operation("create_failed", self._create_failed)
         node.on_operation("fill", self._fill)
@@ -288,7 +231,7 @@ class Values:
         self._act()
         until = self._node.runtime.now() + PATIENCE_WITH_LANES
         with self._changed:
-            while any(lane.messages for lane in self._lanes.values()):
+            while self._mail.waits():
                 left = until - self._node.runtime.now()
                 if left <= 0:
                     return
@@ -523,29 +466,6 @@ class Values:
 
     # The protocol's messages and actions.
 
-    def _received(self, sender: int, payload: Any) -> None:
-        number, data = payload
-        with self._changed:
-            if self._node.is_lost(sender):
-                return
-            inbox = self._inboxes.setdefault(sender, _Inbox())
-            if type(number) is not int:
-                raise ValueError("a message of the reference protocol has no number")
-            inbox.keep(number, _message(data))
-            message = inbox.begin_next()
-        failure: Exception | None = None
-        while message is not None:
-            try:
-                self._receive(sender, message)
-            except Exception as error:
-                # Those behind it have left their threads to this one.
-                failure = failure or error
-            with self._changed:
-                inbox.receiving = False
-                message = inbox.begin_next()
-        if failure is not None:
-            raise failure
-
     def _receive(self, sender: int, message: Message) -> None:
         if isinstance(message, Fence):
             for worker in message.lost:
@@ -563,8 +483,7 @@ class Values:
         with self._changed:
             self._introduce()
             self._core.worker_lost(worker, reason)
-            self._lanes.pop(worker, None)
-            self._inboxes.pop(worker, None)
+            self._mail.forget(worker)
             never = [r for r in self._waiters if self._core.state(r) is State.GONE]
             waiters = [finish for r in never for _, finish in self._waiters.pop(r)]
             waiters += self._waiters_for(worker)
@@ -593,7 +512,7 @@ class Values:
                 self._core.worker_joined(worker)
 
     def _act(self) -> None:
-        waiting: dict[int, _Lane] = {}
+        waiting: dict[int, Lane] = {}
         acting = False
         try:
             with self._changed:
@@ -608,9 +527,9 @@ class Values:
                 self._acting = False
             raise
         finally:
-            self._send_along(waiting)
+            self._mail.send_along(waiting)
 
-    def _next_action(self, waiting: dict[int, _Lane]) -> Action | None:
+    def _next_action(self, waiting: dict[int, Lane]) -> Action | None:
         """What is to be done here; the messages before it are put into their lanes."""
         with self._changed:
             self._actions.extend(self._core.take_actions())
@@ -618,44 +537,9 @@ class Values:
                 action = self._actions.popleft()
                 if not isinstance(action, Post):
                     return action
-                lane = waiting[action.to] = self._lanes.setdefault(action.to, _Lane())
-                lane.messages.append(action.message)
+                waiting[action.to] = self._mail.put(action.to, action.message)
             self._acting = False
         return None
-
-    def _send_along(self, lanes: dict[int, _Lane]) -> None:
-        """Let messages leave: on this thread if it need not wait for a worker to be met."""
-        node = self._node
-        for number, (to, lane) in enumerate(lanes.items(), 1):
-            if number == len(lanes) and node.transport.knows(to):
-                self._send_lane(to, lane)
-            else:
-                node.runtime.spawn(partial(self._send_lane, to, lane))
-
-    def _send_lane(self, to: int, lane: _Lane) -> None:
-        sending = False
-        try:
-            with self._changed:
-                if lane.sending:
-                    return
-                sending = lane.sending = True
-            while True:
-                with self._changed:
-                    if not lane.messages:
-                        sending = lane.sending = False
-                        self._changed.notify_all()
-                        return
-                    message = lane.messages[0]
-                self._node.post(to, TOPIC, (lane.sent + 1, _data(message)))
-                with self._changed:
-                    lane.messages.popleft()
-                    lane.sent += 1
-        except BaseException:
-            # It may have left or not: another thread sends it again, under the same number.
-            if sending:
-                lane.sending = False
-                self._node.runtime.spawn(partial(self._send_lane, to, lane))
-            raise
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -691,75 +575,6 @@ def _kept(worker: str, error: BaseException) -> BaseException:
 
 def _unguessable() -> int:
     return secrets.randbits(62)
-
-
-def read_reference(data: Any) -> ReferenceId:
-    match data:
-        case (int(owner), int(created_on), int(number)):
-            return ReferenceId(owner, created_on, number)
-    raise ValueError("a reference is named by three numbers")
-
-
-def _fork(data: Any) -> ForkId:
-    match data:
-        case (int(created_on), int(number)):
-            return ForkId(created_on, number)
-    raise ValueError("a fork is named by two numbers")
-
-
-def read_transfer(data: Any) -> Transfer:
-    reference, fork = data
-    return Transfer(read_reference(reference), _fork(fork))
-
-
-def _transfer_data(transfer: Transfer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(transfer.reference), tuple(transfer.fork)
-
-
-def _data(message: Message) -> tuple[Any, ...]:
-    """A message of the protocol as plain data."""
-    match message:
-        case Register(transfer, holder):
-            return ("register", _transfer_data(transfer), holder)
-        case Release(transfer):
-            return ("release", _transfer_data(transfer))
-        case Accepted(fork):
-            return ("accepted", tuple(fork))
-        case Unpin(fork):
-            return ("unpin", tuple(fork))
-        case Gone(fork, reason):
-            return ("gone", tuple(fork), reason)
-        case Fence(lost):
-            return ("fence", lost)
-        case Fenced(lost):
-            return ("fenced", lost)
-
-
-def _message(data: Any) -> Message:
-    match data:
-        case ("register", transfer, int(holder)):
-            return Register(read_transfer(transfer), holder)
-        case ("release", transfer):
-            return Release(read_transfer(transfer))
-        case ("accepted", fork):
-            return Accepted(_fork(fork))
-        case ("unpin", fork):
-            return Unpin(_fork(fork))
-        case ("gone", fork, str(reason)):
-            return Gone(_fork(fork), reason)
-        case ("fence", [*lost]) if all(map(_is_worker, lost)):
-            return Fence(tuple(set(lost)))
-        case ("fenced", int(lost)):
-            return Fenced(lost)
-    raise ValueError("what came is no message of the reference protocol")
-
-
-def _weight(message: Message) -> int:
-    return len(message.lost) if isinstance(message, Fence) else 0
-
-
-def _is_worker(number: object) -> bool:
-    return type(number) is int and 0 <= number <= MAX_WORKER_ID
 
 
 def _never_asked_for(reference: ReferenceId) -> ReferenceLost:

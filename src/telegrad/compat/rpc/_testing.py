@@ -18,7 +18,7 @@ from telegrad.compat.rpc.agent import TensorPipeAgent, start
 from telegrad.compat.rpc.calls import Udf
 from telegrad.compat.stock import Store, _TensorPipeRpcBackendOptionsBase
 from telegrad.rpc.node import current_node
-from telegrad.rpc.values import TOPIC as TOPIC_REFERENCE
+from telegrad.rpc.reference_mail import TOPIC as TOPIC_REFERENCE
 from telegrad.testing.interference import Delay, Interference, Lose, Message
 
 

@@ -13,7 +13,7 @@ from telegrad.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.futures import begin_async
 from telegrad.rpc.node import Node, Passage
-from telegrad.rpc.references import ForkId, ReferenceId, Transfer
+from telegrad.rpc.reference_messages import ForkId, ReferenceId, Transfer
 from telegrad.rpc.rref import RRef as NativeRRef
 from telegrad.rpc.rref import call_method, remote_reference
 from telegrad.rpc.worker import WorkerInfo

@@ -1,0 +1,162 @@
+"""The messages of the reference protocol, in order between each two workers.
+
+They wait in a lane for each worker, so that one who cannot be reached holds up nobody else, and are
+numbered there: the receiver puts them in order and drops doubles.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from telegrad.rpc.reference_messages import Fence, Message, as_data, read_message
+from telegrad.rpc.runtime import Condition
+
+if TYPE_CHECKING:
+    from telegrad.rpc.node import Node
+
+TOPIC = "reference"
+MAX_EARLY = 1 << 16
+
+
+class Inbox:
+    """Puts the messages of one sender back in order.
+
+    Posts are begun in order, but a handler may be overtaken by the next one before it comes to
+    our lock. The core relies on the order: a `Fenced` that overtakes a `Register` drops a value
+    that someone has.
+    """
+
+    __slots__ = ("early", "receiving", "seen", "weight")
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.early: dict[int, Message] = {}
+        self.receiving = False
+        self.weight = 0
+
+    def keep(self, number: int, message: Message) -> None:
+        """A message came; it may be received when those before it have been.
+
+        An honest sender is a few messages ahead of the slowest handler.
+        """
+        if number - self.seen > MAX_EARLY or self.weight > MAX_EARLY:
+            raise ValueError("a message of the reference protocol has a number out of turn")
+        if number > self.seen and number not in self.early:
+            self.early[number] = message
+            self.weight += _weight(message)
+
+    def begin_next(self) -> Message | None:
+        """The next message in order. None if it is not there, or another thread receives."""
+        if self.receiving:
+            return None
+        message = self.early.pop(self.seen + 1, None)
+        if message is not None:
+            self.seen += 1
+            self.receiving = True
+            self.weight -= _weight(message)
+        return message
+
+
+class Lane:
+    """The messages to one worker that have not left. One thread at a time sends them."""
+
+    __slots__ = ("messages", "sending", "sent")
+
+    def __init__(self) -> None:
+        self.messages: deque[Message] = deque()
+        self.sent = 0
+        self.sending = False
+
+
+class Mail:
+    """What one worker sends of the protocol, and what comes."""
+
+    def __init__(
+        self, node: Node, changed: Condition, receive: Callable[[int, Message], None]
+    ) -> None:
+        """`changed` guards the lanes, and tells when they are empty."""
+        self._node = node
+        self._changed = changed
+        self._receive = receive
+        self.lanes: dict[int, Lane] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        node.on_post(TOPIC, self._received)
+
+    def put(self, to: int, message: Message) -> Lane:
+        """Let a message wait in its lane; `send_along` follows. With the lock held."""
+        lane = self.lanes.setdefault(to, Lane())
+        lane.messages.append(message)
+        return lane
+
+    def waits(self) -> bool:
+        """Whether there are messages that have not left. With the lock held."""
+        return any(lane.messages for lane in self.lanes.values())
+
+    def forget(self, worker: int) -> None:
+        """That worker is lost. With the lock held."""
+        self.lanes.pop(worker, None)
+        self._inboxes.pop(worker, None)
+
+    def send_along(self, lanes: dict[int, Lane]) -> None:
+        """Let messages leave: on this thread if it need not wait for a worker to be met."""
+        node = self._node
+        for number, (to, lane) in enumerate(lanes.items(), 1):
+            if number == len(lanes) and node.transport.knows(to):
+                self._send_lane(to, lane)
+            else:
+                node.runtime.spawn(partial(self._send_lane, to, lane))
+
+    def _send_lane(self, to: int, lane: Lane) -> None:
+        sending = False
+        try:
+            with self._changed:
+                if lane.sending:
+                    return
+                sending = lane.sending = True
+            while True:
+                with self._changed:
+                    if not lane.messages:
+                        sending = lane.sending = False
+                        self._changed.notify_all()
+                        return
+                    message = lane.messages[0]
+                self._node.post(to, TOPIC, (lane.sent + 1, as_data(message)))
+                with self._changed:
+                    lane.messages.popleft()
+                    lane.sent += 1
+        except BaseException:
+            # It may have left or not: another thread sends it again, under the same number.
+            if sending:
+                lane.sending = False
+                self._node.runtime.spawn(partial(self._send_lane, to, lane))
+            raise
+
+    def _received(self, sender: int, payload: Any) -> None:
+        number, data = payload
+        with self._changed:
+            if self._node.is_lost(sender):
+                return
+            inbox = self._inboxes.setdefault(sender, Inbox())
+            if type(number) is not int:
+                raise ValueError("a message of the reference protocol has no number")
+            inbox.keep(number, read_message(data))
+            message = inbox.begin_next()
+        failure: Exception | None = None
+        while message is not None:
+            try:
+                self._receive(sender, message)
+            except Exception as error:
+                # Those behind it have left their threads to this one.
+                failure = failure or error
+            with self._changed:
+                inbox.receiving = False
+                message = inbox.begin_next()
+        if failure is not None:
+            raise failure
+
+
+def _weight(message: Message) -> int:
+    return len(message.lost) if isinstance(message, Fence) else 0

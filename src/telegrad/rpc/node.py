@@ -39,6 +39,7 @@ from telegrad.rpc.members import Members
 from telegrad.rpc.methods import METHOD
 from telegrad.rpc.results import Later, as_result
 from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.value_requests import ValueRequests
 from telegrad.rpc.values import Values
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed, Trust, is_exported, pack, unpack
@@ -168,6 +169,7 @@ class Node:
         self._made = Tally()
         self._finished = Tally()
         self.values = Values(self)
+        ValueRequests(self)
         for name, factory in _services.items():
             self.services[name] = factory(self)
 

@@ -31,6 +31,7 @@ from telegrad.rpc.reference_messages import (
 )
 from telegrad.rpc.references import State
 from telegrad.rpc.results import as_result
+from telegrad.rpc.value_requests import method_of
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed, Trust, export, extend
 
@@ -455,7 +456,7 @@ def call_method(
     """On the owner: call a method of the value behind a reference."""
     if not isinstance(rref, RRef):
         raise TypeError(f"a {type(rref).__qualname__} where a reference has to be")
-    method = rref._node.values.method_of(rref.local_value(), name)
+    method = method_of(rref._node, rref.local_value(), name)
     return as_result(rref._node.coroutines, method, method(*args, **kwargs))
 
 
@@ -468,7 +469,7 @@ def call_method_of(
     A reference that is only named, and not passed on, costs no message of the reference protocol.
     """
     node = current_node()
-    method = node.values.method_of(node.values.value(read_reference(reference)), name)
+    method = method_of(node, node.values.value(read_reference(reference)), name)
     return as_result(node.coroutines, method, method(*args, **kwargs))
 
 

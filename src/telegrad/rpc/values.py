@@ -11,8 +11,6 @@ queue and told to the core later.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import math
 import secrets
 import threading
@@ -20,7 +18,6 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from telegrad.rpc.calls import afresh
@@ -32,7 +29,6 @@ from telegrad.rpc.errors import (
     TelegradError,
     WorkerLost,
 )
-from telegrad.rpc.methods import METHOD, read_parcel
 from telegrad.rpc.reference_mail import Lane, Mail
 from telegrad.rpc.reference_messages import (
     Fence,
@@ -41,8 +37,6 @@ from telegrad.rpc.reference_messages import (
     Message,
     ReferenceId,
     Transfer,
-    read_reference,
-    read_transfer,
 )
 from telegrad.rpc.references import (
     Action,
@@ -54,8 +48,7 @@ from telegrad.rpc.references import (
     References,
     State,
 )
-from telegrad.rpc.results import Finish, Later, as_result
-from telegrad.wire.names import is_exported
+from telegrad.rpc.results import Finish
 
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
@@ -93,12 +86,6 @@ class Values:
         self._mail = Mail(node, self._changed, self._receive)
         self._deaths: deque[Handle] = deque()
         self._journey = _Journey()
-        node.on_operation("create", self._create)
-        node.on_operation("create_failed", self._create_failed)
-        node.on_operation("fill", self._fill)
-        node.on_operation("fetch", self._fetch)
-        node.on_operation("invoke", self._invoke)
-        node.on_operation(METHOD, self._invoke_parcel)
 
     # Making references.
 
@@ -297,6 +284,14 @@ class Values:
             raise error
         return value
 
+    def find(self, reference: ReferenceId) -> tuple[bool, object, BaseException | None]:
+        """Whether an owned value need not be waited for; then the value, or what went wrong."""
+        with self._changed:
+            state = self._core.state(reference)
+            if state is State.PENDING or state is State.PROMISED:
+                return False, None, None
+            return True, *self._look(reference, state)
+
     def _look(self, reference: ReferenceId, state: State) -> tuple[object, BaseException | None]:
         if state is State.READY:
             return self._stored[reference], None
@@ -307,62 +302,19 @@ class Values:
             f"{reference} has no value any more: all references were dropped."
         )
 
-    # Operations that others call.
+    # Making values for others.
 
-    def _create(self, sender: int, transfer: Any, target: Any, args: Any, kwargs: Any) -> object:
-        created = self._requested(sender, transfer)
-        return self._make(created.reference, target, args, kwargs)
-
-    def _requested(self, sender: int, transfer: Any) -> Transfer:
-        created = read_transfer(transfer)
-        reference, fork = created
-        if reference.owner != self._node.info.id or not (
-            reference.created_on == fork.created_on == sender
-        ):
-            raise ValueError("a worker names values that others make by names of its own only")
+    def take_request(self, created: Transfer) -> None:
+        """A request to make a value came; `settle` follows. Raises if no more may be kept."""
         try:
             with self._changed:
                 self._core.create_requested(created)
         except Refused:
             self._act()
             raise
-        return created
 
-    def _create_failed(self, sender: int, transfer: Any, reason: str) -> None:
-        created = self._requested(sender, transfer)
-        self._settle(created.reference, None, TelegradError(reason))
-
-    def _fill(self, sender: int, reference: Any, target: Any, args: Any, kwargs: Any) -> object:
-        if sender != self._node.info.id:
-            raise ValueError("a worker fills its own references only")
-        return self._make(read_reference(reference), target, args, kwargs)
-
-    def _make(self, reference: ReferenceId, target: Any, args: Any, kwargs: Any) -> object:
-        """Run the function that makes the value. Its error is for those who ask for the value."""
-        try:
-            if self._node.data_only:
-                self._node.require_exported(target)
-            self.await_confirmed()
-            self._node.transport.starting(target)
-            result = as_result(self._node.coroutines, target, target(*args, **kwargs))
-        except BaseException as error:
-            self._settle(reference, None, error)
-            return None
-        if type(result) is not Later:
-            self._settle(reference, result, None)
-            return None
-        subscribe = result.subscribe
-
-        def settled(finish: Finish) -> None:
-            def done(value: object, error: BaseException | None) -> None:
-                self._settle(reference, value, error)
-                finish(None, None)
-
-            subscribe(done)
-
-        return Later(settled)
-
-    def _settle(self, reference: ReferenceId, value: object, error: BaseException | None) -> None:
+    def settle(self, reference: ReferenceId, value: object, error: BaseException | None) -> None:
+        """The function that was to make a value has ended: tell those who wait."""
         with self._changed:
             if error is None:
                 wanted = self._core.settle(reference)
@@ -374,95 +326,6 @@ class Values:
             self._changed.notify_all()
         for _, finish in waiters:
             finish(value, error)
-
-    def _fetch(self, sender: int, reference: Any) -> object:
-        named = read_reference(reference)
-        self._require_own(named)
-        with self._changed:
-            state = self._core.state(named)
-            if state not in (State.PENDING, State.PROMISED):
-                value, error = self._look(named, state)
-                if error is not None:
-                    raise error
-                return value
-        return Later(lambda finish: self.when_ready(named, finish, sender))
-
-    def _invoke(self, sender: int, reference: Any, name: str, args: Any, kwargs: Any) -> object:
-        return self._invoke_named(sender, read_reference(reference), name, args, kwargs)
-
-    def _invoke_parcel(self, sender: int, parcel: Any) -> object:
-        return self._invoke_named(sender, *read_parcel(parcel), tuple(parcel.tensors), {})
-
-    def _invoke_named(
-        self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: Any
-    ) -> object:
-        self._require_own(named)
-        with self._changed:
-            state = self._core.state(named)
-            waits = state is State.PENDING or state is State.PROMISED
-            value, error = (None, None) if waits else self._look(named, state)
-        if waits:
-            return self._invoke_when_ready(sender, named, name, args, kwargs)
-        if error is not None:
-            raise error
-        return self._call_method(value, name, args, kwargs)
-
-    def _require_own(self, named: ReferenceId) -> None:
-        """What others own is not waited for here."""
-        if named.owner != self._node.info.id:
-            raise ValueError(f"{named} is no value of worker {self._node.info.name!r}")
-
-    def _call_method(self, value: object, name: str, args: Any, kwargs: Any) -> object:
-        self.await_confirmed()
-        method = self.method_of(value, name)
-        self._node.transport.starting(getattr(method, "__func__", method))
-        return as_result(self._node.coroutines, method, method(*args, **kwargs))
-
-    def _invoke_when_ready(
-        self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: Any
-    ) -> Later:
-        """No thread waits for a value that may never come."""
-        node, crossing = self._node, self._node.crossing
-        scope = crossing.current()
-        self.await_confirmed()
-
-        def invoke(value: object, finish: Finish) -> None:
-            try:
-                within = contextlib.nullcontext() if scope is None else crossing.enter(node, scope)
-                with within:
-                    result = self._call_method(value, name, args, kwargs)
-            except BaseException as error:
-                finish(None, error)
-            else:
-                if type(result) is Later:
-                    result.subscribe(finish)
-                else:
-                    finish(result, None)
-
-        def subscribe(finish: Finish) -> None:
-            def ready(value: object, error: BaseException | None) -> None:
-                if error is not None:
-                    finish(None, error)
-                else:
-                    node.runtime.spawn(partial(invoke, value, finish))
-
-            self.when_ready(named, ready, sender)
-
-        return Later(subscribe)
-
-    def method_of(self, value: object, name: str) -> Any:
-        """A method that another worker calls by its name."""
-        if not self._node.data_only:
-            return getattr(value, name)
-        # The class decides alone: what an instance holds may have come from anywhere.
-        function = inspect.getattr_static(type(value), name, None) if type(name) is str else None
-        if not isinstance(function, FunctionType) or not is_exported(function):
-            kind = type(value).__qualname__
-            raise Refused(
-                f"worker {self._node.info.name!r} takes data only and does not run that method "
-                f"of a {kind}: mark the method with @telegrad.export"
-            )
-        return MethodType(function, value)
 
     # The protocol's messages and actions.
 

@@ -25,7 +25,7 @@ class Hooks:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def put_on(self, module: nn.Module, name: str, factor: float) -> None:
+    def put_on(self, module: nn.Module, name: str, factor: float) -> list[Any]:
         def hook(_: nn.Module, inputs: Any, outputs: Any) -> Any:
             self.calls.append(f"{name} after")
             return tuple(None if g is None else g * factor for g in inputs)
@@ -34,8 +34,10 @@ class Hooks:
             self.calls.append(f"{name} before")
             return tuple(g * factor for g in outputs)
 
-        module.register_full_backward_hook(hook)
-        module.register_full_backward_pre_hook(pre_hook)
+        return [
+            module.register_full_backward_hook(hook),
+            module.register_full_backward_pre_hook(pre_hook),
+        ]
 
     def take(self) -> list[str]:
         taken, self.calls = self.calls, []
@@ -97,3 +99,39 @@ def test_torch_says_where_backward_goes_when_hooks_are_compiled() -> None:
         pytest.raises(Exception, match=r"outside the torch\.compile region"),
     ):
         run(torch.ones(4, 3))
+
+
+def test_hooks_that_come_and_go_between_calls_are_noticed() -> None:
+    """Torch leaves out the guard that a module has no hooks."""
+    hooks = Hooks()
+    local, remote = nn.Linear(3, 3), RemoteModule("worker1", nn.Linear, (3, 3))
+
+    def gradients(function: Callable[[Tensor], Tensor]) -> Tensor:
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [function(x)], timeout=20)
+            return autograd.get_gradients(context_id)[x]
+
+    def scaled(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * 3
+
+    def eager(x: Tensor) -> Tensor:
+        return remote(local(x).tanh()).pow(2).sum()
+
+    x = torch.randn(4, 3, requires_grad=True)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        run, counter = compiled(eager, "aot_eager")
+        for module in (local, remote):
+            torch.testing.assert_close(gradients(run), gradients(eager))
+            handles = hooks.put_on(module, "it", 2)
+            torch.testing.assert_close(gradients(run), gradients(eager))
+            called = hooks.take()
+            assert called[: len(called) // 2] == called[len(called) // 2 :] != []
+            for handle in handles:
+                handle.remove()
+            torch.testing.assert_close(gradients(run), gradients(eager))
+            assert hooks.take() == []
+            handle = module.register_forward_hook(scaled)
+            torch.testing.assert_close(gradients(run), gradients(eager))
+            handle.remove()
+            torch.testing.assert_close(gradients(run), gradients(eager))
+    assert counter.frame_count == 5

@@ -154,7 +154,18 @@ def lost(run, *args):
     else:
         print("nothing was raised")
 
+def first_of_all():
+    # What telegrad guards is guarded also in the trace in which its guards are loaded.
+    local = torch.nn.Linear(2, 2)
+    def call(x):
+        return rpc.rpc_sync("c", doubled, (local(x),))
+    run = torch.compile(call, backend="eager", fullgraph=True)
+    run(torch.ones(2))
+    local.register_forward_hook(lambda module, inputs, output: output * 3)
+    torch.testing.assert_close(run(torch.ones(2)), call(torch.ones(2)))
+
 def main():
+    first_of_all()
     run = torch.compile(step, backend="aot_eager", fullgraph=True)
     run(torch.ones(2, requires_grad=True), "b", doubled)
     lost(run, "a", dies_in_forward)

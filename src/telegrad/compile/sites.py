@@ -163,6 +163,19 @@ def _watch(node: Node) -> None:
 register_layer("compile", _join)
 
 
+class _Loading:
+    """This room is loaded when it is first needed, which may be in the middle of a trace. What
+    Dynamo has traced by then is not guarded as it should be."""
+
+    in_trace = torch_private.code_being_traced() is not None
+
+
+def _begin_trace_anew() -> None:
+    if _Loading.in_trace:
+        _Loading.in_trace = False
+        torch_private.trace_again("telegrad.compile was loaded")
+
+
 _codes: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary()
 """The code of which there are graphs that hold for an era, or for a roll."""
 
@@ -170,9 +183,15 @@ _codes: weakref.WeakValueDictionary[int, CodeType] = weakref.WeakValueDictionary
 def _note_code() -> None:
     code = torch_private.code_being_traced()
     if code is not None:
+        _begin_trace_anew()
         _codes[id(code)] = code
 
 
+def _makes_calls(code: CodeType) -> bool:
+    return id(code) in _codes
+
+
+torch_private.guard_empty_hooks(_makes_calls)
 _sites: dict[str, Site] = {}
 _unasked: set[str] = set()
 _fingerprints: dict[tuple[str, Callable[..., Any]], str] = {}
@@ -193,6 +212,8 @@ def locate(
 ) -> tuple[str, str]:
     """The key of a call site, and the name of its worker. Runs while Dynamo traces, or outside of
     compiled functions for what these have made. `holder` is what the function is a method of."""
+    if traced:
+        _note_code()
     node = current_node()
     if holder is not None:
         function = MethodType(function, holder)
@@ -208,7 +229,6 @@ def locate(
     _sites[key] = Site(key, worker, function, template, timeout, _fingerprints[known])
     if traced:
         _unasked.add(key)
-        _note_code()
         torch_private.once_traced(functools.partial(_note_reads, _sites[key].reads))
     return key, worker.name
 

@@ -48,7 +48,7 @@ def passing(error: Exception) -> Exception:
 def _class_of(cls: Any) -> Any:
     if issubclass(cls, torch_private.PASSES_THROUGH_DYNAMO):
         return cls
-    bases = (cls, torch_private.PASSES_THROUGH_DYNAMO)
+    bases = (cls, torch_private.PASSES_THROUGH_DYNAMO[0])
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, bases, {**named, "__reduce__": _plainly})
 

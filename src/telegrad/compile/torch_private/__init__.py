@@ -9,6 +9,7 @@ from telegrad.compile.torch_private.fakes import Fakes, depends_on_data, hint_of
 from telegrad.compile.torch_private.guards import (
     Opaque,
     guard_aliases,
+    guard_empty_hooks,
     guard_identity,
     guard_keys,
     guard_signs_of_zero,
@@ -24,6 +25,7 @@ from telegrad.compile.torch_private.tracing import (
     explain_constants,
     forget_graphs,
     once_traced,
+    trace_again,
     trace_instead,
 )
 
@@ -44,6 +46,7 @@ __all__ = [
     "forget_graphs",
     "go_straight",
     "guard_aliases",
+    "guard_empty_hooks",
     "guard_identity",
     "guard_keys",
     "guard_reads",
@@ -52,5 +55,6 @@ __all__ = [
     "once_traced",
     "seems_true",
     "set_grad_mode",
+    "trace_again",
     "trace_instead",
 ]

@@ -6,6 +6,7 @@
 * Dynamo looks up how to trace `is` and `is not` in a table, and asks one method of each kind of
   object for its hash when the object is used as a key.
 * Dynamo guards a constant by one method of its guard builder, and takes functions as guards.
+* Dynamo guards by one method that a module has no hooks, and knows then whose graph it guards.
 * A guard by identity ends when its object does, so that no other can take its place.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -119,6 +121,21 @@ def guard_signs_of_zero() -> None:
 
     functools.update_wrapper(guarded, match)
     GuardBuilder.EQUALS_MATCH = guarded  # type: ignore[method-assign]
+
+
+def guard_empty_hooks(concerns: Callable[[CodeType], bool]) -> None:
+    """Have compiled functions notice when a module gets its first hook, if their code concerns us.
+    Torch leaves that guard out (`skip_nnmodule_hook_guards`), and calls it unsafe."""
+    skipped = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT
+
+    def guarded(builder: Any, guard: Any) -> None:
+        if concerns(builder.f_code):
+            builder.SEQUENCE_LENGTH(guard)
+        else:
+            skipped(builder, guard)
+
+    functools.update_wrapper(guarded, skipped)
+    GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT = guarded  # type: ignore[method-assign]
 
 
 def guard_keys(attributes: Mapping[type, Sequence[str]]) -> None:

@@ -5,6 +5,7 @@
   it traces; so a function of ours in its place sees all leaves with their gradients.
 * Dynamo's settings can be changed by a block in the code that it traces.
 * Dynamo knows the code that it compiles, and forgets the graphs of one when it is told to.
+* Dynamo begins a trace anew if it is told so by an error.
 * Dynamo makes constants of what a function of ours returns by one function, and lets assertions
   that are raised meanwhile pass.
 * Dynamo says when a graph is complete; its placeholders know the tensors that they stand for, and
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch._dynamo import polyfills, symbolic_convert
 from torch._dynamo.decorators import DynamoConfigPatchProxy
 from torch._dynamo.eval_frame import remove_from_cache
+from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import orig_code_map
@@ -135,8 +137,13 @@ def code_being_traced() -> CodeType | None:
     return None if translator is None else translator.output.root_tx.f_code
 
 
-PASSES_THROUGH_DYNAMO = AssertionError
-"""Errors of this class that are raised in a trace reach the caller as they are."""
+def trace_again(reason: str) -> None:
+    """Have Dynamo begin the trace of its function anew. To be called while it traces."""
+    raise RestartAnalysis(restart_reason=reason)
+
+
+PASSES_THROUGH_DYNAMO = (AssertionError, TorchDynamoException)
+"""Errors of these classes that are raised in a trace reach the caller, or Dynamo, as they are."""
 
 
 def explain_constants(function: Callable[..., Any], refusal: Callable[[], Exception]) -> None:

@@ -9,7 +9,7 @@ BENCH  := $(VENV)/.bench
 # Tests start many processes, so two of them at a time are enough for any machine.
 JOBS   ?= 2
 
-.PHONY: help test unit demo lint format types bench bench-hop bench-cold bench-scaling dry-run bench-rpc \
+.PHONY: help test unit demo lint format types bench bench-hop bench-cold bench-threads bench-scaling dry-run bench-rpc \
         bench-autograd bench-tensors bench-train bench-compile bench-tls bench-faults compile-report programs \
         fuzz strangers liars withstanding chaos soak conformance ecosystem slow clean
 
@@ -56,6 +56,9 @@ bench-autograd: $(READY)  ## stock distributed autograd and telegrad, interleave
 
 bench-hop: $(READY)  ## where the time of one hop goes, message by message
 	$(BIN)/python -m benchmarks.hop --write
+
+bench-threads: $(READY)  ## eight threads that call at once, stock and telegrad, on two cores and on one
+	$(BIN)/python -m benchmarks.threads
 
 bench-cold: $(READY)  ## what code costs that runs once in a step of training
 	$(BIN)/python -m benchmarks.cold --write

@@ -48,7 +48,7 @@ def measure(peer: Peer) -> Samples:
             future.wait()
 
     samples[f"burst of {BURST} async calls"] = sample(burst, 1.0, warm_up=2)
-    samples[f"{CLIENTS} threads, time per call"] = _many_clients(call)
+    samples[f"{CLIENTS} threads, time per call"] = many_clients(call)
     return samples
 
 
@@ -64,10 +64,10 @@ def _cpu_of(peer: Peer, work: Callable[[], object], count: int = 1000) -> float:
     return float(after - before) / count
 
 
-def _many_clients(work: Callable[[], object]) -> list[float]:
+def many_clients(work: Callable[[], object], rounds: int = 5) -> list[float]:
     """Wall time per call while several threads call at once."""
     times = []
-    for _ in range(5):
+    for _ in range(rounds):
         clients = [
             threading.Thread(target=lambda: [work() for _ in range(CALLS_PER_CLIENT)])
             for _ in range(CLIENTS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -349,3 +351,36 @@ def handles_what_knocks_are() -> tuple[int, int]:
 
 def test_a_program_may_handle_the_signal_of_knocks(make_job: MakeJob) -> None:
     assert make_job("a")["a"].do(handles_what_knocks_are) == (0, 1)
+
+
+# Joining and leaving.
+
+
+def join_and_leave_under_alarms(times: int, seed: int = SEED) -> tuple[list[str], int]:
+    """What is left of jobs of one worker: in the directory of all jobs, and of descriptors."""
+    directory = tempfile.mkdtemp(prefix="tg-", dir="/tmp")
+    os.environ["XDG_RUNTIME_DIR"] = directory
+    stores = iter([os.path.join(directory, f"store{number}") for number in range(times + 1)])
+
+    def join_and_leave() -> None:
+        rpc.init_rpc("a", rank=0, world_size=1, init_method=f"file://{next(stores)}")
+        rpc.shutdown()
+
+    join_and_leave()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(times):
+        interrupt_often(join_and_leave, 1, seed + number, 0.02)
+        if rpc.is_initialized():
+            rpc.shutdown()
+    gc.collect()
+    left = [name for name in os.listdir(directory) if not name.startswith("store")]
+    opened = len(os.listdir("/proc/self/fd")) - before
+    shutil.rmtree(directory)
+    return left, opened
+
+
+def test_a_job_that_is_joined_or_left_under_alarms_leaves_nothing(
+    start: Callable[[], Process],
+) -> None:
+    assert start().do(join_and_leave_under_alarms, 150) == ([], 0)

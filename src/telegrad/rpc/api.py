@@ -110,28 +110,37 @@ def init_rpc(
         if store is not None and not isinstance(store, Store):
             raise TypeError(f"store={store!r}: give one of torch's stores, or an init_method=")
         job_key = JobKey(key) if key is not None else None
-        if store is None:
-            store, rank, world_size = open_store(name, init_method, rank, world_size, join_timeout)
-        visit = Rendezvous(store, name, rank, world_size, join_timeout, life)
-        try:
-            meeting, members = _enter(visit, job_key, host, plaintext, transports, tensors)
-        except BaseException:
-            visit.leave()
-            raise
-        if trusted is Trust.DATA:
-            meeting.arena_bytes = 0
-        threads = Threads()
-        runtime = ThreadRuntime(threads)
-        node = Node(visit.info, members, runtime, trust=trusted, limits=limits, timeout=rpc_timeout)
-        agent = Agent(node, threads, meeting, liveness)
-        node.transport = runtime.transport = agent
-        node.services["closing"] = Closing(node)
-        node.services["store"] = store
-        node.services["rendezvous"] = visit
-        node.services["static"] = world_size is not None
-        set_process_node(node)
+        # From here on: what is half joined is not left so.
         interrupts.install("job")
-        agent.start(announce=bool(life))
+        try:
+            if store is None:
+                store, rank, world_size = open_store(
+                    name, init_method, rank, world_size, join_timeout
+                )
+            visit = Rendezvous(store, name, rank, world_size, join_timeout, life)
+            try:
+                meeting, members = _enter(visit, job_key, host, plaintext, transports, tensors)
+            except BaseException:
+                visit.leave()
+                raise
+            if trusted is Trust.DATA:
+                meeting.arena_bytes = 0
+            threads = Threads()
+            runtime = ThreadRuntime(threads)
+            node = Node(
+                visit.info, members, runtime, trust=trusted, limits=limits, timeout=rpc_timeout
+            )
+            agent = Agent(node, threads, meeting, liveness)
+            node.transport = runtime.transport = agent
+            node.services["closing"] = Closing(node)
+            node.services["store"] = store
+            node.services["rendezvous"] = visit
+            node.services["static"] = world_size is not None
+            set_process_node(node)
+            agent.start(announce=bool(life))
+        except BaseException:
+            interrupts.uninstall("job")
+            raise
 
 
 def _check_options(

@@ -14,15 +14,18 @@ import queue
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from telegrad.rpc.errors import RendezvousError
+from telegrad.wire.interrupts import may_be_interrupted
 
 # Where torch does keep to its time it knows better than we do why it was not enough.
 _PATIENCE_WITH_TORCH = 0.5
+_Outcome: TypeAlias = "queue.SimpleQueue[tuple[Store, int, int] | Exception]"
 
 
 def open_store(
@@ -31,7 +34,7 @@ def open_store(
     """The store that an address names, with the rank and world size that the address may know."""
     url = init_method or "env://"
     _check_directory(url)
-    outcome: queue.SimpleQueue[tuple[Store, int, int] | Exception] = queue.SimpleQueue()
+    outcome: _Outcome = queue.SimpleQueue()
 
     def open_in_thread() -> None:
         try:
@@ -41,7 +44,7 @@ def open_store(
 
     threading.Thread(target=open_in_thread, name="telegrad-store", daemon=True).start()
     try:
-        found = outcome.get(timeout=min(timeout + _PATIENCE_WITH_TORCH, threading.TIMEOUT_MAX))
+        found = _await_outcome(outcome, timeout + _PATIENCE_WITH_TORCH)
     except queue.Empty:
         raise RendezvousError(
             f"worker {name!r} waited {timeout:g} s for the store of init_method={url!r}, which did "
@@ -58,6 +61,11 @@ def open_store(
         found_rank if found_rank >= 0 else None,
         found_size if found_size > 0 else None,
     )
+
+
+@may_be_interrupted
+def _await_outcome(outcome: _Outcome, seconds: float) -> tuple[Store, int, int] | Exception:
+    return outcome.get(timeout=min(seconds, threading.TIMEOUT_MAX))
 
 
 def _open(

@@ -77,6 +77,19 @@ def everything() -> None:
     with pytest.raises(TelegradError, match="already has a process group"):
         init_mesh((4,), ("data",))
     assert [int(t[0]) for t in mesh.run(total, torch.ones(1))] == [4] * 4
+    gradients_are_those_of_one_process(mesh)
+    mesh.close()
+    line = init_mesh((4,), ("data",))
+    for is_compiled in (False, True):
+        data_parallel(line, is_compiled)
+    line.close()
+    # Equal to the first, as far as torch can tell, but its process groups are others.
+    again = init_mesh((2, 2), ("data", "model"), workers=mesh.workers[::-1])
+    gradients_are_those_of_one_process(again)
+    again.close()
+
+
+def gradients_are_those_of_one_process(mesh: WorkerMesh) -> None:
     for function in (sharded, compiled):
         x, w = torch.randn(4, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
         expected = torch.autograd.grad((x @ w).tanh().pow(2).sum(), [x, w])
@@ -89,11 +102,6 @@ def everything() -> None:
             torch.testing.assert_close(result, (x @ w).tanh())
         for leaf, gradient in zip((x, w), expected, strict=True):
             torch.testing.assert_close(found[leaf], gradient)
-    mesh.close()
-    line = init_mesh((4,), ("data",))
-    for is_compiled in (False, True):
-        data_parallel(line, is_compiled)
-    line.close()
 
 
 def test_a_mesh_of_workers_gives_the_gradients_of_one_process() -> None:

@@ -72,3 +72,17 @@ def test_the_job_is_seen_as_by_the_worker_of_that_rank() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="has no rank 8"), fake_job(8, rank=8):
         pass
+
+
+def test_a_mesh_of_one_fake_job_is_not_taken_for_that_of_another() -> None:
+    def gather() -> torch.Size:
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "model"))
+        shard = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Replicate()]) * 2
+        return shard.redistribute(mesh, [Replicate(), Replicate()]).to_local().shape
+
+    for rank in (0, 5):
+        with fake_job(8, rank=rank) as job:
+            # Another number of groups than before, so that the names are others.
+            for _ in range(rank):
+                dist.new_group([0, 1])
+            assert job.run(gather) == (8, 2)

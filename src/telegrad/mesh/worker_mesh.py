@@ -13,6 +13,7 @@ gradient, so if all of them were sent back their sum would be too large by the n
 from __future__ import annotations
 
 import math
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from telegrad.mesh.torch_private import begin_world
 from telegrad.rpc.api import get_worker_info, get_worker_infos, rpc_async, rpc_sync
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.outside import outside_of_graphs
@@ -96,11 +98,12 @@ def init_mesh(
             f"{', '.join(workers)}. Choose them with workers=[...]."
         )
     port = rpc_sync(workers[0], free_port, (host,))
+    world = secrets.randbits(62)
     futures = [
         rpc_async(
             worker,
             _join,
-            (rank, size, host, port, shape, names, device_type, timeout),
+            (rank, size, host, port, world, shape, names, device_type, timeout),
             timeout=timeout,
         )
         for rank, worker in enumerate(workers)
@@ -171,6 +174,7 @@ def _join(
     size: int,
     host: str,
     port: int,
+    world: int,
     shape: tuple[int, ...],
     names: tuple[str, ...],
     device_type: str | None,
@@ -185,6 +189,7 @@ def _join(
     from telegrad.compile.objects import guard_process_groups
 
     guard_process_groups()
+    begin_world(world)
     accelerator = torch.accelerator.current_accelerator()
     if device_type is None:
         device_type = "cpu" if accelerator is None else accelerator.type

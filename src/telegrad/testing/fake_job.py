@@ -11,6 +11,7 @@ calls go where they should, that shapes fit, that every worker gets its gradient
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,6 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from telegrad.mesh.torch_private import begin_world
 from telegrad.rpc.errors import TelegradError
 from telegrad.testing.simulation import simulate
 
@@ -58,6 +60,7 @@ def fake_job(size: int, *, rank: int = 0) -> Iterator[FakeJob]:
     from telegrad.compile import guard_process_groups
 
     guard_process_groups()
+    begin_world(secrets.randbits(62))
     dist.init_process_group("fake", rank=rank, world_size=size)
     try:
         yield FakeJob(size, rank)

@@ -204,3 +204,22 @@ def test_errors_of_such_functions_arrive() -> None:
 def test_chains_of_futures_over_many_workers_hold_no_thread() -> None:
     path = ["worker1", "worker2"] * 100
     assert rpc.rpc_sync("worker2", functions.chain, args=(path,)) == 200
+
+
+def test_an_answer_that_comes_after_the_loop_that_awaited_it_has_ended_says_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    future = rpc.rpc_async("worker1", functions.wait_event, args=("loop ended",))
+
+    async def give_up() -> None:
+        await asyncio.wait_for(asyncio.ensure_future(_awaited(future)), 0.01)
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(give_up())
+    rpc.rpc_sync("worker1", functions.set_event, args=("loop ended",))
+    assert future.wait() == "loop ended"
+    assert "Event loop is closed" not in capfd.readouterr().err
+
+
+async def _awaited(future: rpc.CallFuture) -> object:
+    return await future

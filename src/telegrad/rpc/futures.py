@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -82,7 +83,9 @@ class CallFuture(torch.futures.Future[Any]):
                 waiter.set_result(None)
 
         def done(_: torch.futures.Future[Any]) -> None:
-            loop.call_soon_threadsafe(wake)
+            # A loop that has ended has nobody who waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(wake)
 
         self.add_done_callback(done)
         yield from waiter.__await__()

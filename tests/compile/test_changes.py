@@ -46,6 +46,22 @@ def test_backward_in_a_graph_is_that_of_the_context_it_names() -> None:
         assert x in autograd.get_gradients(context_id)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_contexts_of_workers_with_large_numbers_have_ids_that_no_integer_of_torch_holds(
+    backend: str,
+) -> None:
+    def step(x: Tensor, context_id: int) -> None:
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", f.layer, (x, x)).sum()])
+
+    run, counter = compiled(step, backend)
+    for worker in (5, 40_000, 65_535):
+        for number in (1, 2):
+            context_id = (worker << 48) + number
+            with autograd.context(), pytest.raises(UnknownContext, match=str(context_id)):
+                run(torch.ones(3, 3, requires_grad=True), context_id)
+    assert counter.frame_count == 2
+
+
 def test_a_graph_that_enters_a_context_does_not_do_so_inside_of_another() -> None:
     def step(x: Tensor) -> Tensor:
         with autograd.context() as context_id:

@@ -56,7 +56,7 @@ _library: Any = torch.library.Library("telegrad", "DEF")  # type: ignore[no-unty
 
 _CALL = "str key, Tensor[] tensors, SymInt[] ints, bool[] needs, Tensor anchor"
 _ORDER = "Tensor context, Tensor order"
-_CONTEXT = "Tensor context, SymInt number, Tensor order"
+_CONTEXT = "Tensor context, SymInt upper, SymInt lower, Tensor order"
 
 for _schema in (
     f"call({_CALL}, bool record, Tensor[] shapes, {_ORDER}) -> (Tensor, Tensor[], Tensor)",
@@ -83,8 +83,8 @@ ops = torch.ops.telegrad
 NO_CONTEXT = torch.zeros(1, dtype=torch.float64)
 """Stands for the context of the thread that runs the graph."""
 
-BY_TOKEN = -1
-"""The number of a context that is known by its token."""
+BY_TOKEN = (-1, 0)
+"""Stands for the number of a context that is known by its token."""
 
 
 _DONE = torch.empty(0, dtype=torch.int64)
@@ -352,24 +352,32 @@ def begin_pass(
     timeout: float | None,
     roots: list[Tensor],
     context: Tensor,
-    number: int,
+    upper: int,
+    lower: int,
     order: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
-    passes.begin_pass(context_of(context, number), retain, mode, timeout)
+    passes.begin_pass(context_of(context, upper, lower), retain, mode, timeout)
     return [torch.ones_like(root) for root in roots], _DONE
 
 
 @_kernel
 def end_pass(
-    leaves: list[Tensor], gradients: list[Tensor], context: Tensor, number: int, order: Tensor
+    leaves: list[Tensor],
+    gradients: list[Tensor],
+    context: Tensor,
+    upper: int,
+    lower: int,
+    order: Tensor,
 ) -> Tensor:
-    passes.end_pass(context_of(context, number), leaves, gradients)
+    passes.end_pass(context_of(context, upper, lower), leaves, gradients)
     return _DONE
 
 
 @_kernel
-def perform(key: str, changed: list[Tensor], context: Tensor, number: int, order: Tensor) -> Tensor:
-    passes.perform(key, changed, context_of(context, number))
+def perform(
+    key: str, changed: list[Tensor], context: Tensor, upper: int, lower: int, order: Tensor
+) -> Tensor:
+    passes.perform(key, changed, context_of(context, upper, lower))
     return _DONE
 
 
@@ -425,7 +433,7 @@ def _(order):  # type: ignore[no-untyped-def]
 
 
 @_fake("begin_pass")
-def _(retain, mode, timeout, roots, context, number, order):  # type: ignore[no-untyped-def]
+def _(retain, mode, timeout, roots, context, upper, lower, order):  # type: ignore[no-untyped-def]
     return [torch.empty_like(root) for root in roots], _order()
 
 

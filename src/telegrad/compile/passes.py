@@ -40,6 +40,9 @@ class Entered:
         self.service.release(self.context.id)
 
 
+HALF = 32
+"""Bits. The number of a context has 64, and graphs have integers of 63 and a sign: two halves."""
+
 _open: dict[int, OpenPass] = {}
 
 
@@ -56,11 +59,11 @@ def leave(entered: Entered) -> None:
     anchors.give_back(enclosures)
 
 
-def context_of(token: Tensor, number: int = -1) -> Context | None:
+def context_of(token: Tensor, upper: int = -1, lower: int = 0) -> Context | None:
     """The context that a token stands for, or one that was entered outside by its number; None:
     that of the thread."""
-    if number != -1:
-        return autograd_of().container.get(number)
+    if upper != -1:
+        return autograd_of().container.get((upper << HALF) + lower)
     record = find_record(token)
     if record is None and token.item():
         record = record_of(token)

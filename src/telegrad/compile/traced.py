@@ -21,7 +21,7 @@ from telegrad.compile.arguments import Split, Template, same_reference, split
 from telegrad.compile.calls import anchors
 from telegrad.compile.handles import MadeRRef, MethodsOf, constant, to_here
 from telegrad.compile.ops import BY_TOKEN, NO_CONTEXT, ops
-from telegrad.compile.passes import effect
+from telegrad.compile.passes import HALF, effect
 from telegrad.compile.shapes import (
     drop,
     find_answer,
@@ -226,12 +226,12 @@ class TracedContext:
         self.token = token
 
 
-def _context_of(context_id: Any) -> tuple[Tensor, int]:
+def _context_of(context_id: Any) -> tuple[Tensor, int, int]:
     """A context as nodes take it: by its token, or by its id if it was entered outside."""
     if isinstance(context_id, TracedContext):
-        return context_id.token, BY_TOKEN
+        return context_id.token, *BY_TOKEN
     if isinstance(context_id, int):
-        return NO_CONTEXT, context_id
+        return NO_CONTEXT, context_id >> HALF, context_id & ((1 << HALF) - 1)
     raise TypeError("A context id is what `with telegrad.autograd.context() as ...` gives.")
 
 
@@ -249,10 +249,17 @@ def backward(
         )
     if not isinstance(roots, (list, tuple)):
         raise TypeError("backward() takes a context id and a list of tensors.")
-    token, number = _context_of(context_id)
+    token, upper, lower = _context_of(context_id)
     roots = list(roots)
     seeds, order = ops.begin_pass(
-        retain_graph, mode, timeout, [root.detach() for root in roots], token, number, _state.order
+        retain_graph,
+        mode,
+        timeout,
+        [root.detach() for root in roots],
+        token,
+        upper,
+        lower,
+        _state.order,
     )
     leaves: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -265,16 +272,16 @@ def backward(
     with torch_private.TRACING_BACKWARD:
         total.backward(retain_graph=retain_graph)
     torch_private.collected.active = False
-    _state.order = ops.end_pass(leaves, gradients, token, number, order)
+    _state.order = ops.end_pass(leaves, gradients, token, upper, lower, order)
 
 
 def perform(owner: object, method: str, context_id: Any, changed: list[Tensor]) -> None:
     """`owner.method(context_id)` as a node of the graph, which changes these tensors."""
     in_context = context_id is not None
-    token, number = _context_of(context_id) if in_context else (NO_CONTEXT, BY_TOKEN)
+    token, upper, lower = _context_of(context_id) if in_context else (NO_CONTEXT, *BY_TOKEN)
     key = effect(owner, method, in_context)
     with torch.no_grad():
-        _state.order = ops.perform(key, changed, token, number, _state.order)
+        _state.order = ops.perform(key, changed, token, upper, lower, _state.order)
 
 
 _nested = itertools.count()

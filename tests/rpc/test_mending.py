@@ -223,7 +223,7 @@ def hold_visitors() -> None:
     """From now on this worker takes its time between the handshake and the making of a link."""
     agent = current_node().transport
     assert isinstance(agent, Agent)
-    welcome, admit = agent._welcome, agent._admit
+    welcome, admit = agent.visitors._welcome, agent.visitors._admit
 
     def hold(visitor: Any) -> None:
         functions.wait_event("visitors may enter")
@@ -233,8 +233,8 @@ def hold_visitors() -> None:
         functions.set_event(f"asks for {hello.purpose}")
         return admit(session, hello)
 
-    agent._welcome = hold  # type: ignore[method-assign]
-    agent._admit = announce  # type: ignore[method-assign]
+    agent.visitors._welcome = hold  # type: ignore[method-assign]
+    agent.visitors._admit = announce  # type: ignore[method-assign]
 
 
 def cut_before_the_link_is_made(to: str) -> str:

@@ -191,13 +191,13 @@ greeted: list[float] = []
 def count_greetings() -> None:
     agent = current_node().transport
     assert isinstance(agent, Agent)
-    greet = agent._reception._greet
+    greet = agent.visitors.reception._greet
 
     def counted(connection: socket.socket, listener: socket.socket) -> None:
         greeted.append(time.monotonic())
         greet(connection, listener)
 
-    agent._reception._greet = counted
+    agent.visitors.reception._greet = counted
     greeted.append(time.monotonic())
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-import socket
 import threading
 import time
 from collections import defaultdict
@@ -20,7 +19,7 @@ from typing import Any
 
 from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.closing import IT_IS_OVER
-from telegrad.rpc.errors import NoRoom, TelegradError, UnknownWorker, WorkerLost
+from telegrad.rpc.errors import NoRoom, TelegradError, WorkerLost
 from telegrad.rpc.futures import runs_callbacks
 from telegrad.rpc.incoming import Aside, Incoming
 from telegrad.rpc.lookout import Lookout
@@ -32,17 +31,15 @@ from telegrad.rpc.meeting import (
     Meeting,
     Unanswered,
     Visit,
-    Visitor,
-    greet,
     meet,
 )
 from telegrad.rpc.members import Member
 from telegrad.rpc.node import Node, Reply, report_background_error
 from telegrad.rpc.outgoing import Outgoing
-from telegrad.rpc.reception import Reception
 from telegrad.rpc.room import is_lack, no_room
 from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
+from telegrad.rpc.visitors import Visitors
 from telegrad.rpc.vitals import Vital
 from telegrad.rpc.watch import QUICK_TICK, TICK, Watch
 from telegrad.rpc.worker import WorkerInfo
@@ -50,7 +47,7 @@ from telegrad.wire import interrupts
 from telegrad.wire.address import Unreachable
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Kind
-from telegrad.wire.handshake import HandshakeError, Hello, Refuse
+from telegrad.wire.handshake import HandshakeError
 from telegrad.wire.link import Link, LinkClosed
 from telegrad.wire.session import SessionError
 
@@ -86,14 +83,12 @@ class Agent:
         self._aside: defaultdict[int, Aside] = defaultdict(partial(Aside, most_bytes))
         self._connecting: dict[int, threading.Lock] = {}
         self._ended: set[int] = set()
-        self._entering: set[str] = set()
         self.lookout = Lookout(self, meeting.key, liveness)
         meeting.silence = liveness
-        self._announced = threading.Event()
         self._next_burial = 0.0
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
-        self._reception = Reception(self.watch, threads.run, self._greet, liveness)
+        self.visitors = Visitors(self, meeting, liveness)
         self._loopback = Loopback(self)
         self._outgoing[node.info.id] = self._loopback
 
@@ -101,11 +96,10 @@ class Agent:
         """`announce`: the others may not know of this worker. None may call it before all do."""
         self.watch.start()
         self.lookout.start()
-        for listener in self._meeting.listeners:
-            self._reception.open(listener)
+        self.visitors.expect()
         if announce:
             self._announce()
-        self._announced.set()
+        self.visitors.ready()
 
     def _announce(self) -> None:
         """Show this worker to all others that live, which so learn that its predecessor is gone.
@@ -114,14 +108,14 @@ class Agent:
         know whom to ask.
         """
         for member in self.node.members.members():
-            self._replace(member.info)
+            self.replace(member.info)
         for member in self.node.members.members():
             worker = member.info.id
             if worker != self.node.info.id and not self.node.is_lost(worker):
                 with contextlib.suppress(OSError):
                     meet(self._meeting, self.node.info, member, "", 0, "probe").stream.close()
 
-    def _replace(self, info: WorkerInfo) -> None:
+    def replace(self, info: WorkerInfo) -> None:
         """Only one worker has a name: whoever had it before this one is gone."""
         for worker in self.node.members.predecessors(info):
             self.lose(worker, "it was started anew")
@@ -299,7 +293,7 @@ class Agent:
                 give_up = self.lose if is_dead(error) else self.lookout.suspect
                 give_up(worker, f"it cannot be reached ({error})")
                 raise WorkerLost(f"worker {member.info.name!r} cannot be reached") from error
-            link = self._link(visit)
+            link = self.link_over(visit)
             made = Outgoing(self, member, session, link)
             with self._lock:
                 if worker in self._ended or self._closed:
@@ -349,7 +343,7 @@ class Agent:
             self.lose(worker, f"it cannot be found ({error})")
             raise WorkerLost(f"worker {worker} cannot be found") from error
 
-    def _link(self, connected: Connected) -> Link:
+    def link_over(self, connected: Connected) -> Link:
         return Link(
             connected.stream,
             arena=connected.arena,
@@ -385,112 +379,25 @@ class Agent:
                     raise
                 time.sleep(PAUSE_BEFORE_RETRY)
 
-    def _greet(self, connection: socket.socket, listener: socket.socket) -> None:
-        session: list[str] = []
-        try:
-            lack = self._reception.lack_for(connection)
-            admit = partial(self._admit, session) if lack is None else partial(self._refuse, lack)
-            visitor = self._meet_visitor(connection, listener, admit)
-            if visitor is not None:
-                self._receive(visitor)
-        finally:
-            with self.silence:
-                self._entering.difference_update(session)
-                self.silence.notify_all()
+    def incoming(self, worker: int) -> Incoming | None:
+        """The end of the link by which that worker calls this one."""
+        return self._incoming.get(worker)
 
-    def _refuse(self, lack: NoRoom, hello: Hello) -> Refuse:
-        return Refuse(f"worker {self.node.info.name!r} has no room: {lack}")
-
-    def _meet_visitor(
-        self,
-        connection: socket.socket,
-        listener: socket.socket,
-        admit: Callable[[Hello], Refuse | int],
-    ) -> Visitor | None:
-        visitor = None
-        try:
-            visitor = greet(self._meeting, self.node.info, connection, listener, admit)
-        except (HandshakeError, OSError) as error:
-            if is_lack(error):
-                self._reception.lacks()
-            connection.close()
-        finally:
-            self._reception.has_gone(connection, visitor is not None)
-        return visitor
-
-    def _receive(self, visitor: Visitor) -> None:
-        if visitor.hello.purpose == "probe":
-            visitor.stream.close()
-        elif visitor.hello.purpose == "resume":
-            self._resume_incoming(visitor)
-        elif visitor.hello.purpose == "lane":
-            incoming = self._incoming.get(visitor.hello.worker_id)
-            if incoming is None or not self._attach(incoming, visitor.hello.session, visitor):
-                visitor.close()
-        else:
-            self._welcome(visitor)
-
-    def _admit(self, session: list[str], hello: Hello) -> Refuse | int:
-        """Whether a worker that proved the key may enter; and what we have seen of its session.
-
-        A new session is noted in `session`. For its caller it begins with our answer, and may break
-        and be resumed before the thread that answered has made the link.
-        """
-        if self._closed:
-            return Refuse(f"worker {self.node.info.name!r} is shutting down")
-        try:
-            member = self.node.members.member(hello.worker_id)
-        except UnknownWorker:
-            return Refuse(f"worker {hello.worker!r} is not a member of this job")
-        except Exception as error:
-            return Refuse(f"worker {hello.worker!r} cannot be told from a stranger: {error}")
-        if hello.worker_id in self._ended or member.incarnation != hello.incarnation:
-            why = self.node.lost_workers().get(hello.worker_id, "another came in its place")
-            return Refuse(
-                f"this incarnation of worker {hello.worker!r} counts as gone ({why}): it has to "
-                "join anew"
-            )
-        if self.node.members.predecessors(member.info):
-            # Elsewhere: a loss may have to be told to the very worker that waits for this answer.
-            self.threads.run(partial(self._replace, member.info))
-        if hello.purpose == "probe":
-            return 0
-        self._announced.wait(PATIENCE)
-        if hello.purpose == "lane":
-            present = self._incoming.get(hello.worker_id)
-            if present is None or not hello.session or present.link.name != hello.session:
-                return Refuse(f"worker {self.node.info.name!r} has no such connection")
-            return 0
-        if hello.purpose != "resume":
-            session.append(hello.session)
-            with self.silence:
-                self._entering.add(hello.session)
-            return 0
-        with self.silence:
-            self.silence.wait_for(lambda: hello.session not in self._entering, PATIENCE / 2)
-        incoming = self._incoming.get(hello.worker_id)
-        if incoming is None or incoming.session != hello.session:
-            return Refuse(f"worker {self.node.info.name!r} knows nothing of that session")
-        incoming.await_silence()
-        return incoming.link.session.seen
-
-    def _welcome(self, visitor: Visitor) -> None:
-        member = self.node.members.member(visitor.hello.worker_id)
-        link = self._link(visitor)
+    def aside(self, worker: int) -> Aside:
         with self._lock:
-            aside = self._aside[member.info.id]
-        incoming = Incoming(self, member, visitor.hello.session, link, aside)
+            return self._aside[worker]
+
+    def take_in(self, incoming: Incoming) -> bool:
+        """A worker has come to make calls, by a link in the place of any before."""
+        worker = incoming.member.info.id
         with self._lock:
-            refused = self._closed or member.info.id in self._ended
-            old = None if refused else self._incoming.get(member.info.id)
-            if not refused:
-                self._incoming[member.info.id] = incoming
+            if self._closed or worker in self._ended:
+                return False
+            old = self._incoming.get(worker)
+            self._incoming[worker] = incoming
         if old is not None:
             old.end()
-        if refused:
-            incoming.end()
-        else:
-            incoming.start()
+        return True
 
     def widen(self, outgoing: Outgoing, name: str) -> None:
         """Give a connection a lane. Without one, large tensors travel as they did before."""
@@ -499,10 +406,10 @@ class Agent:
         except OSError:
             outgoing.offer_to_widen()
             return
-        if not self._attach(outgoing, name, visit):
+        if not self.attach(outgoing, name, visit):
             visit.close()
 
-    def _attach(self, end: Outgoing | Incoming, name: str, connected: Connected) -> bool:
+    def attach(self, end: Outgoing | Incoming, name: str, connected: Connected) -> bool:
         return end.link.attach(name, connected.stream, self.threads.run)
 
     # Breaks.
@@ -558,21 +465,6 @@ class Agent:
                 self.lose(member.info.id, f"{reason}, and its process does not answer any more")
                 return
         self.watch.call_later(self._liveness, give_up)
-
-    def _resume_incoming(self, visitor: Visitor) -> None:
-        worker = visitor.hello.worker_id
-        incoming = self._incoming.get(worker)
-        if incoming is None:
-            visitor.close()
-            return
-        try:
-            resume_at = visitor.hello.resume_at
-            incoming.link.resume(visitor.stream, resume_at, visitor.group, visitor.name)
-        except (SessionError, LinkClosed) as error:
-            visitor.close()
-            self.lose(worker, f"its connection broke and could not be mended ({error})")
-            return
-        incoming.resumed()
 
     def sever(self, worker: int) -> None:
         """Break the connections with a worker, as a network may: they have to mend."""
@@ -649,9 +541,7 @@ class Agent:
             self._outgoing.clear()
             self._incoming.clear()
         # Before all else: who still wants to visit is to see at once that nobody is here.
-        self._reception.close()
-        for listener in self._meeting.listeners:
-            self.watch.forget(listener.fileno())
+        self.visitors.close()
         self._meeting.close()
         cut = self.node.close()
         until = self.node.runtime.now() + PATIENCE_WITH_FAREWELL

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.rpc.node import current_node
+from telegrad.wire import interrupts
 from tests.rpc import functions
 from tests.rpc.functions import Account
 
@@ -130,6 +136,38 @@ def test_an_error_is_the_same_at_every_wait() -> None:
         errors.append(caught.value)
     assert len({str(error) for error in errors}) == 1
     assert all("on worker 'worker1'" in str(error.__cause__) for error in errors)
+
+
+# Several that wait.
+
+
+def test_of_two_that_wait_for_one_future_both_are_served_when_one_became_the_reader() -> None:
+    shared = rpc.rpc_async("worker1", functions.wait_event, args=("served twice",), timeout=30)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(rpc.rpc_sync, "worker1", functions.wait_event, args=("read by",))
+        agent: Any = current_node().transport
+        await_that(lambda: agent._outgoing[1]._reader)
+        both = [pool.submit(shared.wait) for _ in range(2)]
+        await_that(lambda: threads_at_latches() == 2)
+        rpc.rpc_sync("worker1", functions.set_event, args=("read by",))
+        first.result(10)
+        # One of the two reads now, and has left the queue.
+        await_that(lambda: threads_at_latches() == 1)
+        rpc.rpc_sync("worker1", functions.set_event, args=("served twice",))
+        assert [each.result(10) for each in both] == ["served twice"] * 2
+
+
+def await_that(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def threads_at_latches() -> int:
+    """How many wait for others to serve them."""
+    latch = interrupts.await_latch.__code__
+    return sum(frame.f_code is latch for frame in sys._current_frames().values())
 
 
 # Coroutines.

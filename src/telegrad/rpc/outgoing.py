@@ -263,6 +263,10 @@ class Outgoing:
             pending.store(frame)
             if pending.call_id in self._waiters:
                 self._served.append(pending)
+            elif pending.latch is not None:
+                # Somebody may wait all the same: of two that wait for one call, the first to leave
+                # takes it from the queue.
+                pending.wake()
             if pending.completion:
                 self._completed.append(pending)
         return frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
@@ -424,3 +429,28 @@ def test_hooks_and_repr_are_those_of_an_optimizer() -> None:
     train(spread, optimizer, 1)
     assert seen == ["before", "after"]
     assert "lr: 0.1" in repr(optimizer)
+
+
+def test_whoever_listens_hears_of_a_step_whenever_they_came() -> None:
+    """What is relied upon: torch leaves a step alone that is marked as wrapped (`hooked`)."""
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    assert not hasattr(inspect.unwrap(DistributedOptimizer.step), "hooked")
+    assert DistributedOptimizer.step.__code__.co_name == "stepping"
+    train(spread, optimizer, 1)
+    seen: list[type] = []  # The optimizer of this worker's own parameters is heard, too.
+    handles = [
+        register_optimizer_step_pre_hook(lambda who, *_: seen.append(type(who))),
+        register_optimizer_step_post_hook(lambda who, *_: seen.append(type(who))),
+    ]
+    try:
+        train(spread, optimizer, 1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert (seen[0], seen[-1]) == (DistributedOptimizer, DistributedOptimizer)
+    assert seen.count(DistributedOptimizer) == 2
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(spread, optimizer, 1)
+    names = [event.key for event in profile.key_averages()]
+    assert names.count("Optimizer.step#DistributedOptimizer.step") == 1

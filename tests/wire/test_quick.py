@@ -32,11 +32,12 @@ QUICK = [
     weights(),
     weights().requires_grad_() * 2,
     torch.tensor(3),
+    None,
     Parcel("a.topic", b"", []),
     Parcel("a.topic", bytes(range(256)), [weights()]),
 ]
 NOT_SO = [
-    None,
+    False,
     (echo, (weights(), weights()), {}),
     (echo, (weights(),), {"more": 1}),
     (echo, [weights()], {}),

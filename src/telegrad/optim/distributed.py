@@ -35,6 +35,7 @@ from telegrad.autograd.context import current_context
 from telegrad.optim.errors import OptimizerError, StepFailed
 from telegrad.optim.owned import Founded, Group, Member, Options, OwnedOptimizer, found_part
 from telegrad.optim.parameters import references_of
+from telegrad.optim.torch_private import announced_if_anyone_listens
 from telegrad.optim.treatment import Clamp, Treatment, clipping
 from telegrad.rpc import RRef, WorkerLost, get_worker_info, rpc_async
 from telegrad.rpc.calls import Pending
@@ -250,6 +251,7 @@ class DistributedOptimizer(Optimizer):
 
     # Stepping.
 
+    @announced_if_anyone_listens
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Apply the gradients of a context, and those that were accumulated, on all owners at once.
 

@@ -279,8 +279,8 @@ class Outgoing:
         """Let somebody else read, and return the calls that are still to be completed."""
         with self._roles:
             completed = self._take_completed() if self._completed else ()
-            heir = self._next_served()
-            if heir is None:
+            heir = self._next_served() if self._served else None
+            if heir is None and self._waiters:
                 waiters = reversed(self._waiters.values())
                 heir = next((waiter for waiter in waiters if not waiter.done), None)
             if heir is not None:

@@ -1,9 +1,9 @@
 """Short cuts for the messages that nearly all traffic consists of, in the form of all others.
 
-A call of a function with at most one tensor, a tensor, and a parcel with at most one tensor are
-written and read here in one go. Their bytes are those that `encode`, `decode` and `tensors` would
-write and accept; what is not of such a form, or looks wrong in any way, is left to them. So this
-file may be deleted, and nothing changes but the time that a small message takes.
+A call of a function with at most one tensor, a tensor, None, and a parcel with at most one tensor
+are written and read here in one go. Their bytes are those that `encode`, `decode` and `tensors`
+would write and accept; what is not of such a form, or looks wrong in any way, is left to them. So
+this file may be deleted, and nothing changes but the time that a small message takes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SHORT = 255
 
 _NO_TENSOR = bytes((0, 0))
 _ONE_TENSOR = [bytes((1, 0, flags)) for flags in (0, REQUIRES_GRAD)]
+_NONE = bytes((0, 0, Tag.NONE))
 _TENSOR = bytes((Tag.TENSOR, 0))
 _PARCEL = bytes((Tag.PARCEL,))
 _CALL = bytes((Tag.TUPLE, 3, Tag.NAMED))
@@ -76,6 +77,8 @@ def quick_pack(obj: Any, trust: Trust) -> Packed | None:
         if tensors:
             tensor = tensors[0]
         tree = b"".join((_PARCEL, bytes((len(topic),)), topic.encode(), data))
+    elif obj is None:
+        return Packed(_NONE, [], [])
     else:
         return None
     if tensor is None:
@@ -109,6 +112,10 @@ def quick_unpack(
 ) -> Any:
     """What the message holds, or `NOT_QUICK`."""
     count = len(buffers)
+    if data == _NONE and not count:
+        if arrive is not None:
+            arrive([])
+        return None
     if count > 1 or len(data) < 4 or data[0] != count or data[1] or limits.tensors < count:
         return NOT_QUICK
     layout, at = None, 2

@@ -1,0 +1,42 @@
+"""What torch does not offer in public and this room needs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def announced_if_anyone_listens(step: _F) -> _F:
+    """Run the hooks of a step, and tell the profiler of it, only where there are any.
+
+    Torch wraps the `step` of every optimizer for that, unless it is marked as wrapped already. What
+    the wrapper does for nobody takes longer than our own step takes to leave.
+    """
+    announced = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def stepping(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or _is_listened_to(self):
+            return announced(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    cast(Any, stepping).hooked = True
+    return cast(_F, stepping)
+
+
+def _is_listened_to(optimizer: Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or torch._C._autograd._profiler_enabled()
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -44,6 +45,7 @@ class Weighted(nn.Module):
 
 SCALE = Scale(3.0)
 WEIGHTED = Weighted()
+PARTIAL = functools.partial(torch.mul, WEIGHTED.weight)
 
 
 @pytest.mark.usefixtures("job")
@@ -85,6 +87,10 @@ def _with_parameters(x: Tensor) -> Any:
     return rpc.rpc_sync("worker1", WEIGHTED, (x,))
 
 
+def _partial_with_parameters(x: Tensor) -> Any:
+    return rpc.rpc_sync("worker1", PARTIAL, (x,))
+
+
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(
     ("function", "sentence"),
@@ -93,6 +99,7 @@ def _with_parameters(x: Tensor) -> Any:
         (_method_of_a_tensor, "must exist before"),
         (_object_as_argument, "must exist before"),
         (_with_parameters, "Make a RemoteModule of it"),
+        (_partial_with_parameters, "must exist before"),
     ],
 )
 def test_what_cannot_be_called_is_a_sentence(function: Any, sentence: str) -> None:

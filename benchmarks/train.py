@@ -118,12 +118,12 @@ def _measure_case(
         found.setdefault(case, []).append(median(peer.run(case, seconds)))
 
 
-def _inputs(size: Size) -> tuple[Tensor, Tensor]:
+def make_inputs(size: Size) -> tuple[Tensor, Tensor]:
     return torch.randn(size.batch, size.width), torch.randint(CLASSES, (size.batch,))
 
 
 def _local_step(size: Size) -> Callable[[], None]:
-    x, y = _inputs(size)
+    x, y = make_inputs(size)
     model = build_part(size, 1, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
@@ -136,7 +136,7 @@ def _local_step(size: Size) -> Callable[[], None]:
 
 
 def _remote_step(peer: Peer, size: Size, parts: int) -> Callable[[], None]:
-    x, y = _inputs(size)
+    x, y = make_inputs(size)
     make = _telegrad_model if peer.name == "telegrad" else _stock_model
     forward, optimizer = make(size, parts)
 

@@ -380,13 +380,12 @@ def test_what_calls_that_run_have_brought_is_limited_in_bytes(
     wait_until(job, "a", partial(call_with_bytes, "b", sizes, 20), [f"answered {sizes[0]}"])
 
 
-def call_under_one_number(to: str, size: int) -> list[str]:
-    """A heavy call, and light ones that would end its account."""
+def call_under_one_number(to: str, *calls: tuple[Any, ...]) -> list[str]:
     node = current_node()
     callee = node.members.find(to)
     told = []
-    for args in [(torch.zeros(size, dtype=torch.uint8),), (torch.zeros(1),)]:
-        packed = pack((functions.weigh_and_wait, args, {}))
+    for function, *args in calls:
+        packed = pack((function, tuple(args), {}))
         pending = node.calls.begin(callee, functions.scale, 1, node.runtime.now())
         agent = node.transport
         assert isinstance(agent, Agent)
@@ -399,9 +398,22 @@ def call_under_one_number(to: str, size: int) -> list[str]:
     return told
 
 
-def test_two_calls_under_one_number_are_not_taken(make_parties: MakeJob) -> None:  # noqa: F811
+HEAVY = (functions.weigh_and_wait, torch.zeros(60 * KILOBYTE, dtype=torch.uint8))
+LIGHT = (functions.weigh_and_wait, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [(HEAVY, LIGHT), ((functions.wait_at_gate,), HEAVY)],
+    ids=["light after heavy", "heavy after a light one that is answered later"],
+)
+def test_two_calls_under_one_number_are_not_taken(
+    make_parties: MakeJob,  # noqa: F811
+    calls: tuple[Any, ...],
+) -> None:
+    """The end of the light one would end the account of the heavy one."""
     job = make_parties("a", "b")
-    heavy, light = job["a"].do(call_under_one_number, "b", 60 * KILOBYTE)
-    assert "timed out" in heavy
-    assert "already runs a call of worker 'a' with that number" in light
+    first, second = job["a"].do(call_under_one_number, "b", *calls)
+    assert "timed out" in first
+    assert "already runs a call of worker 'a' with that number" in second
     job["b"].do(functions.open_gate)

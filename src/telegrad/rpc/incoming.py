@@ -54,7 +54,8 @@ class Aside:
         self._weight = 0
         self.count = 0
         self.loads: dict[int, int] = {}
-        """The bytes of heavy calls, by their numbers."""
+        """The bytes of each call, by its number: of those that bring next to none as well, or one
+        of them, under the number of a heavy call, would end that one's account."""
 
     def add(self, count: int) -> None:
         with self._lock:
@@ -63,7 +64,7 @@ class Aside:
     def load(self, call_id: int, size: int) -> bool:
         """Take in the bytes of a call. False: they are too many beside those that are here."""
         with self._lock:
-            if self.loads and self._weight + size > self._most_bytes:
+            if size and self._weight and self._weight + size > self._most_bytes:
                 return False
             self.loads[call_id] = size
             self._weight += size
@@ -186,12 +187,12 @@ class Incoming:
         if call_id in aside.loads:
             return node.numbered_twice(worker)
         size = weigh_arrived(frame)
-        if size and not aside.load(call_id, size):
+        if not aside.load(call_id, size):
             return node.too_many_bytes(worker)
         reply = node.serve(worker, frame)
         if reply is None:
             aside.add(1)
-        elif size:
+        else:
             aside.unload(call_id)
         return reply
 

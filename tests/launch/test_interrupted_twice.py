@@ -77,3 +77,31 @@ def test_ctrl_c_while_a_job_starts_ends_whole_however_often_it_is_pressed(tmp_pa
         )
     assert ended.stdout == "still joining: False left: []\n", ended.stdout + ended.stderr
     assert ended.returncode == 0, ended.stderr
+
+
+LOOP = """
+import asyncio, functools, os, signal, threading
+import telegrad
+
+
+async def tick():
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    for _ in range(40):
+        await asyncio.sleep(0.04)
+    print("not interrupted for 1.6 seconds")
+
+
+if __name__ == "__main__":
+    try:
+        telegrad.run(functools.partial(asyncio.run, tick()), workers=1)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_ctrl_c_ends_a_main_that_a_library_runs(tmp_path: Path) -> None:
+    """Between the launch and where it waits there is no frame of the program."""
+    script = tmp_path / "script.py"
+    script.write_text(LOOP)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "interrupted\n", ended.stdout + ended.stderr

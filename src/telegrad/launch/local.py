@@ -223,7 +223,7 @@ def _run(
             if conduct.on_lost is not None:
                 size = len(seats)
                 conduct.on_lost(lambda worker: processes.replace(worker % size, worker // size))
-        result = main()
+        result = _call(main)
         if restarts:
             processes.supervise(0)
         conduct.leave(True)
@@ -294,6 +294,12 @@ def _wait_for_start(news: _News, workers: int, timeout: float) -> None:
         ) from None
     if problem is not None:
         raise problem
+
+
+@interrupts.may_be_interrupted
+def _call(main: Callable[[], T]) -> T:
+    """What `main` does is the program's, also where no frame says so: it may be of a library."""
+    return main()
 
 
 def _await_end_of(joining: threading.Thread) -> None:

@@ -365,8 +365,10 @@ def test_what_calls_that_run_have_brought_is_limited_in_bytes(
     make_parties: MakeJob,  # noqa: F811
 ) -> None:
     job = make_parties("a", "b", "c", limits=rpc.Limits(bytes_in_flight=100 * KILOBYTE))
-    sizes = [size * KILOBYTE for size in (60, 30, 60, 1)]
-    told = job["a"].do(call_with_bytes, "b", sizes, 1)
+    # Its caller knows no more of what has timed out, and sends on.
+    told = []
+    for size in (60, 30, 60, 1):
+        told += job["a"].do(call_with_bytes, "b", [size * KILOBYTE], 1)
     assert ["timed out" in each for each in told] == [True, True, False, True], told
     assert "that brought nearly 102400 bytes and takes no more" in told[2]
     assert job["b"].do(running) == 3
@@ -378,6 +380,20 @@ def test_what_calls_that_run_have_brought_is_limited_in_bytes(
     wait_until(job, "b", running, 0)
     sizes = [90 * KILOBYTE]
     wait_until(job, "a", partial(call_with_bytes, "b", sizes, 20), [f"answered {sizes[0]}"])
+
+
+def scale_many(to: str, count: int, size: int) -> set[str]:
+    tensors = [torch.ones(size, dtype=torch.uint8) for _ in range(count)]
+    futures = [rpc.rpc_async(to, functions.scale_in_a_while, args=(each,)) for each in tensors]
+    return {attempt(lambda: int(future.wait().sum())) for future in futures}  # noqa: B023
+
+
+def test_who_keeps_to_the_limit_in_bytes_waits_and_is_not_refused(
+    make_parties: MakeJob,  # noqa: F811
+) -> None:
+    job = make_parties("a", "b", limits=rpc.Limits(bytes_in_flight=100 * KILOBYTE))
+    size = 40 * KILOBYTE
+    assert job["a"].do(scale_many, "b", 30, size) == {f"answered {2 * size}"}
 
 
 def call_under_one_number(to: str, *calls: tuple[Any, ...]) -> list[str]:

@@ -2,7 +2,8 @@
 
 A callee that is slow holds the arguments of every call that it has not answered, so a caller that
 does not wait could fill its memory. Each caller therefore has no more than `MOST` bytes of
-arguments in calls that are not settled; who wants to send more waits until others have ended. One
+arguments in calls that are not settled, or what the limits of the job allow (`bytes_in_flight`), if
+that is less; who wants to send more waits until others have ended. One
 call may be larger, but then it goes alone. Calls with next to no arguments are not weighed: their
 number is bounded anyway.
 """
@@ -35,20 +36,22 @@ def weigh_arrived(frame: Frame) -> int:
 
 
 class Cargo:
-    """`is_open(call_id)` tells whether a call is still not settled."""
+    """`is_open(call_id)` tells whether a call is still not settled; the callee takes `allowed`."""
 
-    def __init__(self, is_open: Callable[[int], bool]) -> None:
+    def __init__(self, is_open: Callable[[int], bool], allowed: int) -> None:
         self._is_open = is_open
+        self._allowed = allowed
         self._lock = Lock()
         self._loads: dict[int, int] = {}
         self._weight = 0
 
     def load(self, call_id: int, size: int) -> bool:
         """Take a call along. False: it has to wait."""
+        most = min(MOST, self._allowed)
         with self._lock:
-            if self._weight + size > MOST or len(self._loads) > MANY:
+            if self._weight + size > most or len(self._loads) > MANY:
                 self._unload()
-                if self._loads and self._weight + size > MOST:
+                if self._weight and self._weight + size > most:
                     return False
             self._loads[call_id] = size
             self._weight += size

@@ -71,7 +71,8 @@ class Outgoing:
         self._armed = False
         self._completed: list[Pending] = []
         self._lanes_asked = 0
-        self._cargo = Cargo(partial(agent.node.calls.is_open, member.info.id))
+        is_open = partial(agent.node.calls.is_open, member.info.id)
+        self._cargo = Cargo(is_open, agent.node.limits.bytes_in_flight)
         link.while_blocked = self._read_while_blocked
         link.nudge = agent.watch.poke
         self._adopt_stream()

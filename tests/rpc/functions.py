@@ -198,6 +198,13 @@ def local_error() -> Exception:
     return Local("made inside of a function")
 
 
+class GateShut(RuntimeError, ConnectionError):
+    """Both are classes of Python; only the second has something to fill."""
+
+    def __init__(self, code: int, place: str) -> None:
+        super().__init__(f"{code} at {place} shut")
+
+
 class DiskFull(OSError):
     """Python keeps the file of an OSError apart from its `args`."""
 
@@ -243,6 +250,7 @@ def raise_named(name: str) -> None:
     makers: dict[str, Any] = {
         "needs two": lambda: NeedsTwo(7, "gate"),
         "holds lock": HoldsLock,
+        "gate shut": lambda: GateShut(7, "gate"),
         "disk full": lambda: DiskFull("/disk"),
         "bad text": lambda: BadText("up"),
         "tagged": lambda: Tagged(7),

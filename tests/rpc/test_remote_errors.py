@@ -61,6 +61,7 @@ def test_an_error_that_crosses_several_workers_names_each() -> None:
         ("garbled", functions.Garbled, "code 7"),
         ("keyword", functions.Keyword, "code 7"),
         ("holds lock", functions.HoldsLock, "it holds a lock"),
+        ("gate shut", functions.GateShut, "7 at gate shut"),
         ("disk full", functions.DiskFull, "[Errno 28] No space left: '/disk'"),
         (
             "bad text",

@@ -114,9 +114,12 @@ def _is_made_its_own_way(kind: type[BaseException]) -> bool:
     return any(isinstance(getattr(kind, made), FunctionType) for made in ("__new__", "__init__"))
 
 
-def _written_in_c(kind: type[BaseException]) -> Any:
-    """The nearest class whose instances Python itself fills: `Exception`, `OSError` and so on."""
-    return next(each for each in kind.__mro__ if not each.__flags__ & _MADE_BY_A_STATEMENT)
+def _written_in_c(kind: Any) -> Any:
+    """The class that makes the instances and that Python itself fills: `Exception`, `OSError` and
+    so on. Of several such bases it is the one that has most to fill."""
+    while kind.__flags__ & _MADE_BY_A_STATEMENT:
+        kind = kind.__base__
+    return kind
 
 
 def parts_of(error: Exception) -> tuple[tuple[Any, ...], dict[str, object]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -32,6 +33,35 @@ class Scale:
     @classmethod
     def seven(cls, x: Tensor) -> Tensor:
         return x * 7
+
+
+@dataclass
+class Shift:
+    """It is compared by what it holds, so it has no hash."""
+
+    by: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class Odd(OSError):
+    def __init__(self, name: str) -> None:
+        super().__init__(2, "is odd", name)
+        self.name = name
+
+
+def _is_odd(x: Tensor) -> None:
+    raise Odd("three")
+
+
+def _is_no_text(x: Tensor) -> str:
+    return b"\xff".decode()
+
+
+def _in_a_graph(function: Any, x: Tensor) -> Any:
+    run, _ = compiled(lambda x: rpc.rpc_sync("worker2", function, (x,)), "eager")
+    return run(x)
 
 
 class Weighted(nn.Module):
@@ -69,6 +99,14 @@ def test_objects_that_look_the_same_are_two() -> None:
     scales = [Scale(2.0), Scale(3.0)]
     for scale in scales * 2:
         torch.testing.assert_close(run(torch.ones(2), scale), torch.full((2,), scale.by))
+
+
+@pytest.mark.usefixtures("job")
+def test_an_object_that_has_no_hash_is_called() -> None:
+    run, _ = compiled(lambda x, shift: rpc.rpc_sync("worker1", shift, (x,)), "aot_eager")
+    shifts = [Shift(2.0), Shift(3.0)]
+    for shift in shifts * 2:
+        torch.testing.assert_close(run(torch.zeros(2), shift), torch.full((2,), shift.by))
 
 
 def _made_inside(x: Tensor) -> Any:
@@ -120,6 +158,23 @@ def test_errors_of_a_first_call_have_the_types_of_eager_mode() -> None:
     run_name, _ = compiled(lambda x: rpc.rpc_sync("worker1", "layer", (x,)), "aot_eager")
     with pytest.raises(TypeError, match="not its name"):
         run_name(torch.ones(2))
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(("function", "cls"), [(_is_odd, Odd), (_is_no_text, UnicodeDecodeError)])
+def test_errors_of_a_first_call_are_whole_here_and_where_they_are_sent(
+    function: Any, cls: type[Exception]
+) -> None:
+    x = torch.ones(2)
+    with pytest.raises(cls) as eager:
+        rpc.rpc_sync("worker2", function, (x,))
+    with pytest.raises(cls) as here:
+        _in_a_graph(function, x)
+    with pytest.raises(cls) as sent:
+        rpc.rpc_sync("worker1", _in_a_graph, (function, x))
+    assert str(eager.value) == str(here.value) == str(sent.value)
+    assert sent.type is cls
+    assert vars(eager.value) == vars(sent.value)
 
 
 LOST = """

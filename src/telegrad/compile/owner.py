@@ -101,6 +101,13 @@ def declare_fake(function: Callable[..., Any]) -> Callable[[Callable[..., Any]],
     return declare
 
 
+def _declared_for(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    try:
+        return _declared.get(function)
+    except TypeError:
+        return None  # An object without a hash.
+
+
 class FakeRRef:
     """Stands for a reference while its owner finds out what a function returns."""
 
@@ -157,7 +164,7 @@ def infer(
         return FakeRRef(node.info, value)
 
     args, kwargs = builder(template)(inputs, numbers, reference, made)
-    written = _declared.get(function) or torch_private.as_written(function)
+    written = _declared_for(function) or torch_private.as_written(function)
     with fakes.active(), torch.enable_grad(), _calls_answered_by_fakes(node):
         result = written(*args, **kwargs)
     return _answer(result, fakes)

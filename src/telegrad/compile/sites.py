@@ -194,7 +194,7 @@ def _makes_calls(code: CodeType) -> bool:
 torch_private.guard_empty_hooks(_makes_calls)
 _sites: dict[str, Site] = {}
 _unasked: set[str] = set()
-_fingerprints: dict[tuple[str, Callable[..., Any]], str] = {}
+_fingerprints: dict[tuple[str, Any], str] = {}
 
 
 def site(key: str) -> Site:
@@ -220,7 +220,7 @@ def locate(
     check_call(function)
     _refuse_gradients_of(function)
     worker = node.members.find(to)
-    known = (worker.name, function)
+    known = (worker.name, _code_of(function))
     if traced or known not in _fingerprints:
         _fingerprints[known] = ask(node, worker, fingerprint, function)
     described = _name(function)
@@ -327,6 +327,13 @@ def fingerprint(function: Callable[..., Any]) -> str:
         function = type(function).__call__
     code = getattr(function, "__code__", None)
     return f"torch {torch.__version__}" if code is None else _digest(repr(_parts(code)))
+
+
+def _code_of(function: Callable[..., Any]) -> Any:
+    """What has the code of a function: not the object that goes along, which may have no hash."""
+    if travels_by_name(function):
+        return function
+    return getattr(function, "__func__", type(function))
 
 
 def _parts(code: CodeType) -> tuple[Any, ...]:

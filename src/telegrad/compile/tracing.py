@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from telegrad.compile import torch_private
+from telegrad.rpc.failures import parts_of, put_together, sendable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -36,11 +37,10 @@ def constant_of_graph(function: Function) -> Function:
 
 def passing(error: Exception) -> Exception:
     """The same error, which Dynamo lets pass."""
-    plain: Any = type(error)
-    cls = _class_of(plain)
-    passing: Exception = _built_in(cls).__new__(cls, *error.args)
-    passing.args = error.args
-    vars(passing).update(vars(error))
+    args, state = parts_of(error)
+    passing = put_together(_class_of(type(error)), args, state)
+    if type(passing) is not type(error):
+        vars(passing)["_as_it_was"] = (type(error), args, state)
     return passing
 
 
@@ -53,16 +53,7 @@ def _class_of(cls: Any) -> Any:
     return type(cls.__name__, bases, {**named, "__reduce__": _plainly})
 
 
-def _built_in(cls: Any) -> Any:
-    """The class of Python that makes the objects of a class. Not by `__init__`, which may want
-    other arguments than an error keeps."""
-    while cls.__module__ != "builtins":
-        cls = cls.__base__
-    return cls
-
-
-def _plainly(error: Exception) -> Any:
-    """It is sent as the error that it was."""
-    original: Any = type(error).__mro__[1]
-    made, *rest = original.__reduce__(error)
-    return (original if made is type(error) else made, *rest)
+def _plainly(error: Any) -> Any:
+    """It is sent as the error that it was, without what Dynamo has put into it."""
+    cls, args, state = error._as_it_was
+    return put_together, (cls, args, sendable(state))

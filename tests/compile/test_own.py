@@ -22,6 +22,10 @@ def needs(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
+def _overlapping(x: Tensor) -> tuple[Tensor, Tensor]:
+    return (x * 2).flatten().unfold(0, 3, 1), x.sum().expand(4, 3)
+
+
 def _fill(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
@@ -86,3 +90,20 @@ def test_a_call_to_oneself_that_makes_another_call_says_so() -> None:
         pytest.raises(AutogradError, match=r"a reference .* on its own worker"),
     ):
         make(needs(4, 3))
+
+
+@pytest.mark.parametrize("worker", ["main", "worker1"])
+def test_elements_of_a_result_may_share_memory(worker: str) -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        return rpc.rpc_sync(worker, _overlapping, (x,))
+
+    def gradients(function: Any) -> Any:
+        with autograd.context() as context_id:
+            outputs = function(x)
+            autograd.backward(context_id, [sum(output.pow(2).sum() for output in outputs)])
+            return [*outputs, autograd.get_gradients(context_id)[x]]
+
+    x = needs(4, 3)
+    eager, ours = gradients(step), gradients(compiled(step, "aot_eager")[0])
+    assert_same(eager, ours)
+    assert [each.stride() for each in eager] == [each.stride() for each in ours]

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.context import Context, Scope
@@ -24,6 +24,7 @@ from telegrad.autograd.crossing import RecvNode
 from telegrad.autograd.enclosed import looking_for_changes
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.plan import LeafNode
+from telegrad.wire.layouts import layout_of
 
 _waiting: dict[int, OwnCall] = {}
 _numbers = itertools.count(1)
@@ -72,7 +73,7 @@ class OwnCall:
                     "through which gradients would flow. Call the function itself, without rpc, or "
                     "make this call outside of the compiled function."
                 )
-        return [output.detach().clone() for output in outputs]
+        return [_copy(output.detach()) for output in outputs]
 
     def _nodes(self) -> list[Any]:
         found: dict[Any, None] = {}
@@ -116,6 +117,18 @@ class OwnCall:
             else:
                 running.gradients.add(leaf, gradient)
         return own
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """As it would arrive from another worker: elements that share memory still do."""
+    copy = tensor.clone()
+    if tensor.layout is not strided or copy.stride() == tensor.stride():
+        return copy
+    if layout_of(tensor).sparse:
+        return copy
+    extent = layout_of(tensor).extent // tensor.itemsize
+    memory = tensor.as_strided((extent,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def run_here(number: int) -> None:

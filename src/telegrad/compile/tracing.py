@@ -37,10 +37,11 @@ def constant_of_graph(function: Function) -> Function:
 
 def passing(error: Exception) -> Exception:
     """The same error, which Dynamo lets pass."""
+    plain: Any = type(error)
     args, state = parts_of(error)
-    passing = put_together(_class_of(type(error)), args, state)
-    if type(passing) is not type(error):
-        vars(passing)["_as_it_was"] = (type(error), args, state)
+    passing = put_together(_class_of(plain), args, state)
+    if type(passing) is not plain:
+        vars(passing)["_as_it_was"] = (plain, args, state)
     return passing
 
 

@@ -17,7 +17,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc.node import current_node
-from telegrad.wire import interrupts
+from telegrad.rpc.outgoing import Outgoing
 from tests.rpc import functions
 from tests.rpc.functions import Account
 
@@ -148,11 +148,11 @@ def test_of_two_that_wait_for_one_future_both_are_served_when_one_became_the_rea
         agent: Any = current_node().transport
         await_that(lambda: agent._outgoing[1]._reader)
         both = [pool.submit(shared.wait) for _ in range(2)]
-        await_that(lambda: threads_at_latches() == 2)
+        await_that(lambda: threads_on_the_queue() == 2)
         rpc.rpc_sync("worker1", functions.set_event, args=("read by",))
         first.result(10)
         # One of the two reads now, and has left the queue.
-        await_that(lambda: threads_at_latches() == 1)
+        await_that(lambda: threads_on_the_queue() == 1)
         rpc.rpc_sync("worker1", functions.set_event, args=("served twice",))
         assert [each.result(10) for each in both] == ["served twice"] * 2
 
@@ -164,10 +164,10 @@ def await_that(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def threads_at_latches() -> int:
+def threads_on_the_queue() -> int:
     """How many wait for others to serve them."""
-    latch = interrupts.await_latch.__code__
-    return sum(frame.f_code is latch for frame in sys._current_frames().values())
+    turn = Outgoing._await_turn.__code__
+    return sum(frame.f_code is turn for frame in sys._current_frames().values())
 
 
 # Coroutines.

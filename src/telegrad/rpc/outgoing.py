@@ -16,7 +16,8 @@ The rules that make this safe:
   by the reader before it sleeps or as its heir, then by whoever leaves the queue. Only one thread
   at a time can have the interpreter; were all woken at once, most would wake in order to wait for
   it, on the core that the callee needs. Whoever is in `_served` and has left the queue was awake.
-- Futures are completed (which runs user code) only after the role was given up.
+- Futures are completed and signal handlers run (which is user code, and may call) only by threads
+  that neither have the role nor are on the queue, where it might be left to them.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class Outgoing:
             while not pending.done:
                 if self._begin_to_read(pending) or self._await_turn(pending, until):
                     self._read_until(pending, until)
+                if interrupts.put_off:
+                    interrupts.run_put_off()
                 if pending.done or until <= self.agent.node.runtime.now():
                     return
         except BaseException:
@@ -138,11 +141,11 @@ class Outgoing:
                 time_is = now()
                 if pending.deadline <= time_is:
                     self.agent.node.calls.expire_one(pending)
-                elif until <= time_is:
+                elif until <= time_is or interrupts.has_put_off():
                     break
                 else:
-                    ends = min(pending.deadline, until, time_is + 3600.0)
-                    interrupts.await_latch(latch, ends - time_is)
+                    ends = min(pending.deadline, until)
+                    latch.acquire(timeout=interrupts.at_a_time(ends - time_is))
         except BaseException:
             # Interrupted: an heir that is not there would keep all others from reading, and another
             # thread that waits for the same call would not be woken.
@@ -199,14 +202,16 @@ class Outgoing:
             while not pending.done:
                 if self._served and not link.has_frame():
                     self._wake_next()
-                if self._take_one(link) is None:
-                    interrupts.run_put_off()
-                    time_is = now()
-                    if pending.deadline <= time_is:
-                        self.agent.node.calls.expire_one(pending)
-                    elif until <= time_is:
-                        break
-                if self._completed and not pending.done and not link.has_frame():
+                self._take_one(link)
+                if pending.done:
+                    break
+                # Also when something came: replies of others may come without a pause.
+                time_is = now()
+                if pending.deadline <= time_is:
+                    self.agent.node.calls.expire_one(pending)
+                elif until <= time_is or interrupts.has_put_off():
+                    break
+                elif self._completed and not link.has_frame():
                     self.agent.complete_elsewhere(self._take_completed())
             while link.has_frame():
                 self._take_one(link)

@@ -1,0 +1,114 @@
+"""The thread that reads for all others has a deadline and handlers of its own."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from telegrad import rpc
+from telegrad.rpc.errors import CallTimeout
+from telegrad.rpc.node import current_node
+from telegrad.rpc.outgoing import Outgoing
+from tests.rpc import functions
+from tests.rpc.fleet import Job
+from tests.rpc.test_interrupts import Late, be_late
+
+MakeJob = Callable[..., Job]
+
+
+def outgoing_to(to: str) -> Outgoing:
+    rpc.rpc_sync(to, functions.nothing)
+    agent: Any = current_node().transport
+    found: Outgoing = agent._outgoing[rpc.get_worker_info(to).id]
+    return found
+
+
+# Replies for others that come without a pause.
+
+
+def read_for_others(to: str, raises: type[Exception], timeout: float) -> bool:
+    """Wait for what never comes, as the reader of others that call all the time."""
+    outgoing, me, over = outgoing_to(to), threading.get_ident(), threading.Event()
+
+    def call_on() -> None:
+        while outgoing._reader != me and not over.is_set():
+            time.sleep(0.001)
+        while not over.is_set():
+            rpc.rpc_sync(to, functions.nothing)
+            if next(calls) == 30 and raises is Late:
+                signal.pthread_kill(me, signal.SIGALRM)
+
+    calls = itertools.count()
+    before = signal.signal(signal.SIGALRM, be_late)
+    others = [threading.Thread(target=call_on) for _ in range(3)]
+    for other in others:
+        other.start()
+    try:
+        with pytest.raises(raises):
+            rpc.rpc_sync(to, functions.wait_event, args=("never",), timeout=timeout)
+    finally:
+        over.set()
+        for other in others:
+            other.join()
+        signal.signal(signal.SIGALRM, before)
+    return True
+
+
+def test_a_reader_keeps_its_deadline_while_replies_come_for_others(make_job: MakeJob) -> None:
+    assert make_job("a", "b")["a"].do(read_for_others, "b", CallTimeout, 0.2)
+
+
+def test_a_reader_is_interrupted_while_replies_come_for_others(make_job: MakeJob) -> None:
+    assert make_job("a", "b")["a"].do(read_for_others, "b", Late, 0)
+
+
+# Handlers that call.
+
+
+def handle_by_a_call(to: str, beforehand: Callable[[], object] = lambda: None) -> str:
+    """Wait for what only the handler of a signal, by a call, makes come."""
+
+    def let_it_come(number: int, frame: object) -> None:
+        beforehand()
+        rpc.rpc_sync(to, functions.set_event, args=("handled",), timeout=5)
+
+    before = signal.signal(signal.SIGALRM, let_it_come)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        came: str = rpc.rpc_sync(to, functions.wait_event, args=("handled",), timeout=20)
+        return came
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_handler_calls_while_its_thread_reads(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    assert job["a"].do(handle_by_a_call, "b") == "handled"
+    assert job["a"].do(handle_by_a_call, "a") == "handled"
+
+
+def handle_on_the_queue(to: str) -> str:
+    """The reader leaves while the handler runs: the reading must not be left to what waits below
+    the handler."""
+    outgoing = outgoing_to(to)
+    with ThreadPoolExecutor(2) as pool:
+        reader = pool.submit(rpc.rpc_sync, to, functions.wait_event, args=("reader leaves",))
+        while not outgoing._reader:
+            time.sleep(0.001)
+
+        def let_the_reader_leave() -> None:
+            pool.submit(rpc.rpc_sync, to, functions.set_event, ("reader leaves",)).result(20)
+            reader.result(20)
+
+        return handle_by_a_call(to, let_the_reader_leave)
+
+
+def test_a_handler_calls_while_its_thread_waits_for_its_turn(make_job: MakeJob) -> None:
+    assert make_job("a", "b")["a"].do(handle_on_the_queue, "b") == "handled"

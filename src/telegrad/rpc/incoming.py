@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.cargo import weigh_arrived
@@ -92,6 +93,7 @@ class Incoming:
         self._seen_turn = 0
         self._ticks_seen = 0
         self._function: object | None = None
+        self._refuses = False
         self._aside = aside
         self._most_aside = agent.node.limits.calls_in_flight
         self._weighs = agent.node.limits.weighs_calls
@@ -167,7 +169,7 @@ class Incoming:
     def _serve(self, frame: Frame, me: object) -> None:
         node, worker = self.agent.node, self.member.info.id
         if self._aside.count >= self._most_aside and frame.kind == Kind.CALL:
-            reply: Reply | None = node.too_many_calls(worker)
+            reply: Reply | None = self._refuse(node.too_many_calls, frame)
         elif self._weighs and frame.kind == Kind.CALL:
             reply = self._weigh_and_serve(frame)
         else:
@@ -185,16 +187,25 @@ class Incoming:
         node, worker = self.agent.node, self.member.info.id
         aside, call_id = self._aside, frame.call_id
         if call_id in aside.loads:
-            return node.numbered_twice(worker)
+            return self._refuse(node.numbered_twice, frame)
         size = weigh_arrived(frame)
         if not aside.load(call_id, size):
-            return node.too_many_bytes(worker)
+            return self._refuse(node.too_many_bytes, frame)
         reply = node.serve(worker, frame)
         if reply is None:
             aside.add(1)
         else:
             aside.unload(call_id)
         return reply
+
+    def _refuse(self, refusal: Callable[[int, Frame], Reply], frame: Frame) -> Reply:
+        """Nobody else reads meanwhile: whoever sends on would have ever more threads read what is
+        refused."""
+        self._refuses = True
+        try:
+            return refusal(self.member.info.id, frame)
+        finally:
+            self._refuses = False
 
     def reply(self, call_id: int, reply: Reply, later: bool = False) -> None:
         packed = reply.packed
@@ -274,7 +285,7 @@ class Incoming:
         # Before its function has begun a request is left alone for longer: requests begin in order.
         self._ticks_seen = self._ticks_seen + 1 if turn == self._seen_turn else 0
         patience = 1 if self._function is not None else TICKS_BEFORE_BEGUN
-        if running and self._ticks_seen >= patience:
+        if running and self._ticks_seen >= patience and not self._refuses:
             function = self._function
             if self._hand_over(self._leader, turn) and function is not None:
                 self.agent.slow_functions.was_slow(function)

@@ -10,6 +10,7 @@ being made is ready; or, for posts, without an answer.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import traceback
@@ -429,30 +430,38 @@ class Node:
                 "@telegrad.export there"
             )
 
-    def too_many_calls(self, sender: int) -> Reply:
+    def too_many_calls(self, sender: int, frame: Frame) -> Reply:
         """The answer to a call that is one too many; it is not run."""
         return self._refusal(
             sender,
+            frame,
             f"already runs {self.limits.calls_in_flight} calls of worker "
             f"{self.members.name(sender)!r} and takes no more: wait for some of them, or raise "
             "rpc.Limits.calls_in_flight there",
         )
 
-    def too_many_bytes(self, sender: int) -> Reply:
+    def too_many_bytes(self, sender: int, frame: Frame) -> Reply:
         """The answer to a call that is too large beside those that run; it is not run."""
         return self._refusal(
             sender,
+            frame,
             f"already runs calls of worker {self.members.name(sender)!r} that brought nearly "
             f"{self.limits.bytes_in_flight} bytes and takes no more: wait for some of them, or "
             "raise rpc.Limits.bytes_in_flight there",
         )
 
-    def numbered_twice(self, sender: int) -> Reply:
+    def numbered_twice(self, sender: int, frame: Frame) -> Reply:
         """The answer to a call under the number of one that runs; it is not run."""
         name = self.members.name(sender)
-        return self._refusal(sender, f"already runs a call of worker {name!r} with that number")
+        why = f"already runs a call of worker {name!r} with that number"
+        return self._refusal(sender, frame, why)
 
-    def _refusal(self, sender: int, why: str) -> Reply:
+    def _refusal(self, sender: int, frame: Frame, why: str) -> Reply:
+        # It is read all the same: the references in it are to be let go, and a backward pass is
+        # not to wait for the gradients of what never came.
+        with contextlib.suppress(BaseException):
+            self._open(sender, frame)
+        self.values.opened()
         self._finished.add(sender)
         return self._failure(Refused(f"worker {self.info.name!r} {why}"))
 

@@ -247,7 +247,7 @@ def test_a_value_that_was_promised_and_never_asked_for_is_waited_for_within_a_bo
 ) -> None:
     lasting["b"].do(shorten_patience)
     told = lasting["a"].do(ask_for, "b", (B, A, 5), operation)
-    assert "never asked for by who promised it" in told, told
+    assert "of worker 'b' was never asked for by who promised it, worker 'a'" in told, told
     assert lasting["b"].do(waiters) == 0
 
 

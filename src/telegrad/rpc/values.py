@@ -263,7 +263,14 @@ class Values:
                 return
             waiters = self._waiters.pop(reference, [])
         for _, finish in waiters:
-            finish(None, _never_asked_for(reference))
+            finish(None, self._never_asked_for(reference))
+
+    def _never_asked_for(self, reference: ReferenceId) -> ReferenceLost:
+        promised_by = self._node.members.name(reference.created_on)
+        return ReferenceLost(
+            f"{reference} of worker {self._node.info.name!r} was never asked for by who promised "
+            f"it, worker {promised_by!r}."
+        )
 
     def value(self, reference: ReferenceId, timeout: float = 0) -> Any:
         """Wait for an owned value."""
@@ -277,7 +284,7 @@ class Values:
                 if remaining <= 0 and until == deadline:
                     raise _timeout(reference, timeout)
                 if remaining <= 0:
-                    raise _never_asked_for(reference)
+                    raise self._never_asked_for(reference)
                 self._changed.wait(None if until == math.inf else remaining)
             value, error = self._look(reference, state)
         if error is not None:
@@ -438,10 +445,6 @@ def _kept(worker: str, error: BaseException) -> BaseException:
 
 def _unguessable() -> int:
     return secrets.randbits(62)
-
-
-def _never_asked_for(reference: ReferenceId) -> ReferenceLost:
-    return ReferenceLost(f"{reference} was never asked for by who promised it.")
 
 
 def _timeout(reference: ReferenceId, timeout: float) -> TelegradError:

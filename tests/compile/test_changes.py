@@ -40,8 +40,10 @@ def test_backward_in_a_graph_is_that_of_the_context_it_names() -> None:
     finally:
         autograd.api.autograd_of().release(other.id)
     with autograd.context() as context_id:
-        with pytest.raises(UnknownContext):
-            run(x, other.id)
+        for unknown in (other.id, -1, -(1 << 32)):
+            for function in (step, run):
+                with pytest.raises(UnknownContext, match=str(unknown)):
+                    function(x, unknown)
         run(x, context_id)
         assert x in autograd.get_gradients(context_id)
 

@@ -83,7 +83,7 @@ ops = torch.ops.telegrad
 NO_CONTEXT = torch.zeros(1, dtype=torch.float64)
 """Stands for the context of the thread that runs the graph."""
 
-BY_TOKEN = (-1, 0)
+BY_TOKEN = (0, -1)
 """Stands for the number of a context that is known by its token."""
 
 

@@ -59,10 +59,10 @@ def leave(entered: Entered) -> None:
     anchors.give_back(enclosures)
 
 
-def context_of(token: Tensor, upper: int = -1, lower: int = 0) -> Context | None:
+def context_of(token: Tensor, upper: int = 0, lower: int = -1) -> Context | None:
     """The context that a token stands for, or one that was entered outside by its number; None:
     that of the thread."""
-    if upper != -1:
+    if lower >= 0:  # As the lower half of every number is, also of one below zero.
         return autograd_of().container.get((upper << HALF) + lower)
     record = find_record(token)
     if record is None and token.item():

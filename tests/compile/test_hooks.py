@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
-from telegrad import autograd
+from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
+from tests.compile import functions as f
 from tests.compile.checks import BACKENDS, compiled
 
 pytestmark = pytest.mark.usefixtures("job")
@@ -135,3 +140,32 @@ def test_hooks_that_come_and_go_between_calls_are_noticed() -> None:
             handle.remove()
             torch.testing.assert_close(gradients(run), gradients(eager))
     assert counter.frame_count == 5
+
+
+def test_hooks_of_all_modules_that_come_and_go_between_calls_are_noticed() -> None:
+    """Torch guards the types of their tables only."""
+    local = nn.Linear(3, 3)
+
+    def eager(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", f.say, (local(x), "hooks"))
+
+    def before(_: nn.Module, inputs: Any) -> Any:
+        return (inputs[0] * 3,)
+
+    def after(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * 5
+
+    x = torch.randn(4, 3)
+    run, counter = compiled(eager, "aot_eager")
+    torch.testing.assert_close(run(x), eager(x))
+    for put, hook in (
+        (register_module_forward_pre_hook, before),
+        (register_module_forward_hook, after),
+    ):
+        handle = put(hook)  # type: ignore[operator]
+        try:
+            torch.testing.assert_close(run(x), eager(x))
+        finally:
+            handle.remove()
+        torch.testing.assert_close(run(x), eager(x))
+    assert counter.frame_count == 3

@@ -185,6 +185,7 @@ def _note_code() -> None:
     if code is not None:
         _begin_trace_anew()
         _codes[id(code)] = code
+        torch_private.guard_hooks_of_all_modules()
 
 
 def _makes_calls(code: CodeType) -> bool:

@@ -7,6 +7,7 @@
   object for its hash when the object is used as a key.
 * Dynamo guards a constant by one method of its guard builder, and takes functions as guards.
 * Dynamo guards by one method that a module has no hooks, and knows then whose graph it guards.
+* Hooks of all modules are in four tables beside `torch.nn.Module`, and Dynamo guards lengths.
 * A guard by identity ends when its object does, so that no other can take its place.
 """
 
@@ -19,9 +20,10 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import AttrSource
-from torch._dynamo.symbolic_convert import compare_op_handlers
+from torch._dynamo.symbolic_convert import InstructionTranslator, compare_op_handlers
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.user_defined import (
     FrozenDataClassVariable,
@@ -136,6 +138,22 @@ def guard_empty_hooks(concerns: Callable[[CodeType], bool]) -> None:
 
     functools.update_wrapper(guarded, skipped)
     GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT = guarded  # type: ignore[method-assign]
+
+
+_HOOKS_OF_ALL_MODULES = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+def guard_hooks_of_all_modules() -> None:
+    """Have the function that is being traced notice when hooks of all modules come or go. Torch
+    guards the types of their tables only. To be called while Dynamo traces."""
+    tables = InstructionTranslator.current_tx().import_source(nn.Module.__module__)
+    for name in _HOOKS_OF_ALL_MODULES:
+        install_guard(AttrSource(tables, name).make_guard(GuardBuilder.SEQUENCE_LENGTH))
 
 
 def guard_keys(attributes: Mapping[type, Sequence[str]]) -> None:

@@ -23,6 +23,7 @@ from torch.autograd.graph import Node
 
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.passes import Passes
+from telegrad.rpc.errors import Refused
 
 if TYPE_CHECKING:
     from telegrad.autograd.enclosed import EnclosedCall, EnclosedSend, Enclosure
@@ -98,6 +99,7 @@ class Context:
         "passes",
         "recording",
         "recvs",
+        "refused",
         "released",
         "sends",
     )
@@ -118,6 +120,8 @@ class Context:
         self.participants: dict[int, Participant] = {}
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._uncommitted: dict[int, Gradients] = {}
+        self.refused: dict[int, str] = {}
+        """Why a message of a worker was not recorded: a pass would wait for its gradients there."""
         self.recording = Scope(self, True)
 
     @property
@@ -156,7 +160,11 @@ class Context:
         with self.lock:
             if not self.released:
                 if self._ledger is not None and record.message not in self.recvs:
-                    self._ledger.charge(record.peer)
+                    try:
+                        self._ledger.charge(record.peer)
+                    except Refused as error:
+                        self.refused[record.peer] = str(error)
+                        raise
                 self.recvs[record.message] = record
             begun = self.passes.begun()
             return [p for p in begun if p not in set(begun_at_sender)] if begun else []

@@ -363,6 +363,12 @@ class Participant:
         if lost and not peers.isdisjoint(lost):
             gone = min(peers.intersection(lost))
             raise self._lost_error(gone, lost[gone])
+        for sender, why in list(context.refused.items()):
+            if sender not in lost:
+                raise AutogradError(
+                    f"A message from worker {self._node.members.name(sender)!r} has no part in "
+                    f"the backward pass of context {context.id}: {why}."
+                )
         self._run = Run(
             sources,
             counts,

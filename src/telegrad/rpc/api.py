@@ -95,7 +95,7 @@ def init_rpc(
     `life` is for whoever starts dead workers anew, as `telegrad.run(restarts=)` does: 0 for all at
     first, and for a worker that takes the place of a dead one, how many had it before.
     """
-    with _starting, room_to("join a job", NEEDED_TO_JOIN):
+    with _starting:
         if find_node() is not None:
             raise TelegradError(
                 "RPC is already initialized in this process: call telegrad.rpc.shutdown() first"
@@ -113,31 +113,32 @@ def init_rpc(
         # From here on: what is half joined is not left so.
         interrupts.install("job")
         try:
-            if store is None:
-                store, rank, world_size = open_store(
-                    name, init_method, rank, world_size, join_timeout
+            with room_to("join a job", NEEDED_TO_JOIN):
+                if store is None:
+                    store, rank, world_size = open_store(
+                        name, init_method, rank, world_size, join_timeout
+                    )
+                visit = Rendezvous(store, name, rank, world_size, join_timeout, life)
+                try:
+                    meeting, members = _enter(visit, job_key, host, plaintext, transports, tensors)
+                except BaseException:
+                    visit.leave()
+                    raise
+                if trusted is Trust.DATA:
+                    meeting.arena_bytes = 0
+                threads = Threads()
+                runtime = ThreadRuntime(threads)
+                node = Node(
+                    visit.info, members, runtime, trust=trusted, limits=limits, timeout=rpc_timeout
                 )
-            visit = Rendezvous(store, name, rank, world_size, join_timeout, life)
-            try:
-                meeting, members = _enter(visit, job_key, host, plaintext, transports, tensors)
-            except BaseException:
-                visit.leave()
-                raise
-            if trusted is Trust.DATA:
-                meeting.arena_bytes = 0
-            threads = Threads()
-            runtime = ThreadRuntime(threads)
-            node = Node(
-                visit.info, members, runtime, trust=trusted, limits=limits, timeout=rpc_timeout
-            )
-            agent = Agent(node, threads, meeting, liveness)
-            node.transport = runtime.transport = agent
-            node.services["closing"] = Closing(node)
-            node.services["store"] = store
-            node.services["rendezvous"] = visit
-            node.services["static"] = world_size is not None
-            set_process_node(node)
-            agent.start(announce=bool(life))
+                agent = Agent(node, threads, meeting, liveness)
+                node.transport = runtime.transport = agent
+                node.services["closing"] = Closing(node)
+                node.services["store"] = store
+                node.services["rendezvous"] = visit
+                node.services["static"] = world_size is not None
+                set_process_node(node)
+                agent.start(announce=bool(life))
         except BaseException:
             interrupts.uninstall("job")
             raise

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import _thread
+import gc
 import os
 import signal
 import sys
@@ -256,7 +257,7 @@ class _Patience:
 
     def is_to_knock(self) -> bool:
         global _insists
-        frame = sys._current_frames().get(self._main)
+        frame = _frames().get(self._main)
         if frame is None or not _is_shielded(frame):
             self._looks = 0
             return True
@@ -267,6 +268,18 @@ class _Patience:
         if self._looks * PAUSE > LONGEST:
             _insists = place
         return _insists == place
+
+
+def _frames() -> dict[int, FrameType]:
+    """Where the threads are. A collection in the middle of it might hand the interpreter on, to a
+    thread that then waits for the list of threads, which is held here: both would wait for ever."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _forget() -> None:

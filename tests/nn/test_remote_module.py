@@ -134,7 +134,8 @@ def test_a_chain_of_lazy_calls_keeps_what_it_needs_and_no_more() -> None:
             value = layer.lazy([value])
     assert value.to_here().item() == 2.0**20
     deadline = time.monotonic() + 20
-    while [kept_on("worker1"), kept_on("worker2")] != [before[0], before[1] + 1]:
+    # Fewer are well, too: at first there may have been what another test had just let go.
+    while kept_on("worker1") > before[0] or kept_on("worker2") > before[1] + 1:
         assert time.monotonic() < deadline, "only the last value is still wanted"
 
 

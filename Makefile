@@ -19,7 +19,7 @@ help:  ## show the targets
 test: lint types unit  ## lint, types and all tests: what CI runs
 
 unit: $(READY)  ## the tests alone; ARGS="tests/rpc -k name" chooses
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 -m "not slow" $(ARGS)
 
 demo: $(READY)  ## train a model that is split over local workers
 	$(BIN)/telegrad demo
@@ -47,6 +47,7 @@ dry-run: $(READY)  ## a job of 10,000 simulated workers: what grows faster than 
 bench-tensors: $(READY)  ## large tensors by shared memory, gloo, TCP and TLS; several connections
 	$(BIN)/python -m benchmarks.tensors --write
 	$(BIN)/python -m benchmarks.streams --write
+	$(BIN)/python -m benchmarks.lanes --write
 
 bench-rpc: $(READY)  ## stock torch RPC and telegrad, interleaved
 	$(BIN)/python -m benchmarks.rpc

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import socket
 import statistics
 import threading
 import time
@@ -29,12 +31,14 @@ from benchmarks.peers import show
 from telegrad import autograd, rpc
 from telegrad.autograd.api import autograd_of
 from telegrad.autograd.context import working_in
+from telegrad.wire.codec import pack, unpack
 
 LINEAR = 1.15
 """What a fitted exponent may be for a cost that is linear, on a machine that is not quiet."""
 STEP = 4
 LONGEST_RUN = 4.0
 RUNS = 3
+ROUNDS = 60
 
 Points = dict[int, float]
 """Seconds for each number of things."""
@@ -212,7 +216,46 @@ def workers(most: int) -> dict[str, Points]:
     return {"workers: a call to each": calls, "workers: the whole job": jobs}
 
 
-def _call_all(rounds: int = 60) -> float:
+def bare_processes(most: int) -> Points:
+    """The same calls, packed and unpacked, between processes that have a socket and nothing else.
+
+    What grows here grows with the processes that take turns on the cores, not with the job.
+    """
+    points: Points = {}
+    count = 1
+    while count <= most:
+        ends = [_fork_bare() for _ in range(count)]
+        message = bytes(pack((nothing, (), {})).meta)
+
+        def run(ends: list[socket.socket] = ends, message: bytes = message) -> None:
+            for end in ends:
+                end.send(message)
+            for end in ends:
+                unpack(end.recv(4096), [])
+
+        run()
+        points[count] = statistics.median(_timed(run) for _ in range(ROUNDS))
+        while ends:
+            # From the last on: each process has inherited the ends of those before it.
+            ends.pop().close()
+            os.wait()
+        count *= 2
+    return points
+
+
+def _fork_bare() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        while data := theirs.recv(4096):
+            function, args, kwargs = unpack(data, [])
+            theirs.send(bytes(pack(function(*args, **kwargs)).meta))
+        os._exit(0)
+    theirs.close()
+    return ours
+
+
+def _call_all() -> float:
     me = rpc.get_worker_info()
     others = [info for info in rpc.get_worker_infos() if info != me]
 
@@ -221,7 +264,7 @@ def _call_all(rounds: int = 60) -> float:
             future.wait()
 
     run()
-    return statistics.median(_timed(run) for _ in range(rounds))
+    return statistics.median(_timed(run) for _ in range(ROUNDS))
 
 
 # Judging and showing.
@@ -277,9 +320,12 @@ def main() -> None:
     def run_cases() -> dict[str, Points]:
         return {case.what: measure(case, min(most, case.most)) for case in cases}
 
+    most_workers = 8 if arguments.quick else arguments.workers
+    # First of all: to fork is safe while there are no threads.
+    bare = bare_processes(most_workers)
     results = telegrad.run(run_cases, workers=1)
     if (arguments.only or "") in "workers":
-        results |= workers(8 if arguments.quick else arguments.workers)
+        results |= workers(most_workers) | {"bare processes: a call to each": bare}
     head, rows = table(results)
     print(machine.describe())
     print(pages.plain(head, rows))

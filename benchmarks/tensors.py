@@ -12,6 +12,7 @@ import multiprocessing
 import secrets
 import statistics
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -47,13 +48,15 @@ def join(way: str, rank: int, port: int, key: bytes) -> None:
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, init_method=method, key=key, **WAYS[way])
 
 
-def serve(way: str, port: int, key: bytes) -> None:
+def serve(way: str, port: int, key: bytes, before: Callable[[], None]) -> None:
+    before()
     join(way, 1, port, key)
     rpc.shutdown()
 
 
-def call(way: str, port: int, key: bytes, orders: Connection) -> None:
+def call(way: str, port: int, key: bytes, before: Callable[[], None], orders: Connection) -> None:
     """Time echoes of the sizes that are asked for, until 0 is."""
+    before()
     join(way, 0, port, key)
     while elements := orders.recv():
         tensor, times = torch.ones(elements), []
@@ -66,12 +69,17 @@ def call(way: str, port: int, key: bytes, orders: Connection) -> None:
     rpc.shutdown()
 
 
-def start(way: str) -> Connection:
+def nothing() -> None:
+    pass
+
+
+def start(way: str, before: Callable[[], None] = nothing) -> Connection:
+    """A job of two processes, each of which does `before` first; where to order echoes."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     port, key = free_port(), secrets.token_bytes(32)
-    spawn.Process(target=serve, args=(way, port, key), daemon=True).start()
-    spawn.Process(target=call, args=(way, port, key, theirs), daemon=True).start()
+    spawn.Process(target=serve, args=(way, port, key, before), daemon=True).start()
+    spawn.Process(target=call, args=(way, port, key, before, theirs), daemon=True).start()
     return ours
 
 

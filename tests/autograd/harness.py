@@ -102,6 +102,7 @@ class Mailbox:
     def __init__(self, worker: int, network: Network) -> None:
         self.info = WorkerInfo(f"worker{worker}", worker)
         self.data_only = False
+        self.limits = Limits()
         self.network = network
         self.members = self
         self.runtime = self
@@ -148,6 +149,9 @@ class Mailbox:
 
     def on_lost(self, callback: Callable[[int, str], None]) -> None:
         self._lost_callbacks.append(callback)
+
+    def on_unread(self, callback: Callable[[int, bytes, str], None]) -> None:
+        """Nothing is refused here."""
 
     def lost_workers(self) -> dict[int, str]:
         return self._lost

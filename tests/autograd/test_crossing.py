@@ -38,7 +38,9 @@ def test_a_damaged_note_is_an_error_of_its_own(data: bytes) -> None:
 def test_a_note_that_names_tensors_which_are_not_there_is_refused() -> None:
     workers = Workers(2)
     note = Note(workers.context_id, 9, (3,)).pack()
-    with pytest.raises(AutogradError, match="says that its tensor 3 needs gradient"):
+    with pytest.raises(
+        AutogradError, match="from worker 'worker0' says that its tensor 3 needs gradient"
+    ):
         CROSSING.arriving(workers.nodes[1], 0, note, [torch.ones(1)])
 
 

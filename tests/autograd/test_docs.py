@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from telegrad.testing import simulate
+from tests import documents
 
-DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "autograd.md").read_text()
+TEXT = documents.page("autograd.md")
 
 
 def run_blocks(name: str, variables: dict[str, Any]) -> None:
-    for block in re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL):
+    for block in documents.code_in(documents.page(name)):
         exec(compile(block, f"docs/{name}", "exec"), variables)
 
 

@@ -19,17 +19,8 @@ from telegrad.autograd.errors import (
 )
 from telegrad.autograd.messages import Absent, Gradient, History, Message, Mode, Options
 from telegrad.rpc.errors import CallTimeout, RemoteTraceback, WorkerLost
+from tests.autograd.failing import Fails
 from tests.autograd.harness import Workers
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ValueError("on purpose")
 
 
 def ring(workers: Workers, x: Tensor, route: list[int], fail_at: int | None = None) -> Tensor:
@@ -263,8 +254,8 @@ def gradient_of(workers: Workers, *gradients: Tensor | None, message: int = 1) -
         ([torch.ones(3)], 1, 1, "its gradient"),
         ([torch.ones(2).double()], 1, 1, "torch.float64"),
         ([torch.ones(2)] * 2, 1, 1, "are 2, but 1 tensors need one"),
-        ([torch.ones(2)], 99, 1, "message 99, which worker 0 never sent"),
-        ([torch.ones(2)], 1, 2, "came from worker 2"),
+        ([torch.ones(2)], 99, 1, "message 99, which worker 'worker0' never sent"),
+        ([torch.ones(2)], 1, 2, "came from worker 'worker2'"),
     ],
 )
 def test_a_forged_gradient_fails_the_pass_by_name(gradients, message, sender, complaint) -> None:

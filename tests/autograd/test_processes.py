@@ -17,6 +17,7 @@ from telegrad.autograd.errors import AutogradError, PassFailed, UnusedResult
 from telegrad.rpc.errors import RemoteTraceback
 from tests.autograd.comparison import Skip
 from tests.autograd.conducted import leftovers
+from tests.autograd.failing import Fails
 from tests.autograd.processes import compare_over_processes
 
 WEIGHT = torch.full((3,), 2.0, requires_grad=True)
@@ -36,16 +37,6 @@ def along(x: Tensor, route: list[str]) -> Tensor:
         return x
     result: Tensor = rpc.rpc_sync(route[0], along, args=(x * 2, route[1:]))
     return result
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ValueError("on purpose")
 
 
 def failing(x: Tensor) -> Tensor:

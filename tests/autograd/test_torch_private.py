@@ -10,6 +10,7 @@ from torch._dynamo import compiled_autograd
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd import torch_private
+from tests.autograd.failing import Fails
 
 
 def test_the_highest_sequence_number_runs_first() -> None:
@@ -125,15 +126,6 @@ def test_dropping_queued_tasks_frees_the_graph_of_a_failed_call() -> None:
         @staticmethod
         def backward(ctx, g):
             return g, None
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, g):
-            raise ValueError("on purpose")
 
     gc.collect()
     gc.disable()

@@ -36,6 +36,6 @@ def test_a_section_is_replaced_and_what_people_wrote_around_it_stays(tmp_path: P
 
 def test_every_program_finds_its_section_in_the_page() -> None:
     text = pages.PAGE.read_text()
-    for section in ("comparison", "tensors", "streams", "scaling", "many workers"):
+    for section in ("comparison", "tensors", "streams", "lanes", "scaling", "many workers"):
         assert f"<!-- {section} begins -->" in text
         assert f"<!-- {section} ends -->" in text

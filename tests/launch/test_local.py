@@ -16,7 +16,8 @@ import pytest
 import telegrad
 from telegrad.launch.errors import LaunchError
 from telegrad.launch.job import Conduct
-from telegrad.launch.local import run_with, worker_names
+from telegrad.launch.local import run_with
+from telegrad.launch.options import Options, worker_names
 from tests.launch import conducts
 
 T = TypeVar("T")
@@ -33,10 +34,8 @@ def run(
     threads: int = 1,
     env: dict[str, str] | None = None,
 ) -> T:
-    names = worker_names(workers)
-    return run_with(
-        conduct, main, names, env=env or {}, threads=threads, seed=seed, timeout=timeout
-    )
+    options = Options(worker_names(workers), env or {}, threads, seed, timeout)
+    return run_with(conduct, main, options)
 
 
 def all_facts(workers: int) -> list[dict[str, object]]:
@@ -47,7 +46,7 @@ def is_running(pid: object) -> bool:
     assert isinstance(pid, int)
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # Gone before, or while it was read.
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
 
@@ -175,7 +174,8 @@ def _children_of(pid: int) -> list[int]:
 
 SCRIPT = """
 import os, sys, time
-from telegrad.launch.local import run_with, worker_names
+from telegrad.launch.local import run_with
+from telegrad.launch.options import Options, worker_names
 from tests.launch import conducts
 
 {top}
@@ -185,7 +185,7 @@ def main():
     {body}
 
 {guard}
-    run_with(conducts.STORE, main, worker_names(2), env={{}}, threads=1, seed=None, timeout=60)
+    run_with(conducts.STORE, main, Options(worker_names(2)))
 """
 GUARD = 'if __name__ == "__main__":'
 
@@ -206,7 +206,7 @@ def start_script(tmp_path: Path) -> Iterator[StartScript]:
         path.write_text(SCRIPT.format(body=body, top=top, guard=guard))
         script = subprocess.Popen(
             [sys.executable, str(path)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

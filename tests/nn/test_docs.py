@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,20 +11,13 @@ from torch import nn
 from telegrad import autograd, checkpoint, rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, GradScaler, StepFailed
-from tests.rpc.fleet import ROOT
+from tests.documents import code_in, output_of, page
 
-TEXT = (ROOT / "docs" / "training.md").read_text()
-SCRIPT, MIXED_PRECISION, AFTER_A_LOSS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+SCRIPT, MIXED_PRECISION, AFTER_A_LOSS = code_in(page("training.md"))
 
 
 def test_the_script_trains_and_saves(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, path], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(SCRIPT, tmp_path, timeout=200)
     assert checkpoint.exists(tmp_path / "run" / "last")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,13 @@ def scale(x: Any) -> Any:
 @telegrad.export
 def weigh(x: torch.Tensor) -> torch.Tensor:
     return (x * _weights["w"]).sum()
+
+
+@telegrad.export
+def square_weight_there(to: str, x: torch.Tensor) -> torch.Tensor:
+    """Another worker is given a gradient that can be differentiated in turn."""
+    weight: torch.Tensor = rpc.rpc_sync(to, weigh, args=(x,))
+    return weight * weight
 
 
 @telegrad.export
@@ -157,4 +165,10 @@ def pass_on(count: int, rref: Any) -> list[Any]:
 @telegrad.export
 async def scale_in_a_while(x: torch.Tensor) -> torch.Tensor:
     await asyncio.sleep(0.01)
+    return x * 2
+
+
+@telegrad.export
+def scale_slowly(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.01)
     return x * 2

@@ -251,3 +251,23 @@ def client_of(port: int) -> TCPStore:
 
 def join(name: str, rank: int | None, world_size: int | None, port: int, **options: Any) -> None:
     rpc.init_rpc(name, rank=rank, world_size=world_size, store=client_of(port), **options)
+
+
+def init(name: str, env: dict[str, str] | None = None, **options: Any) -> None:
+    """Join by what the options or the environment say."""
+    os.environ.update(env or {})
+    rpc.init_rpc(name, **options)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def results(futures: list[Future[Any]]) -> list[Any]:
+    return [future.result(60) for future in futures]
+
+
+def failures(futures: list[Future[Any]]) -> list[BaseException | None]:
+    return [future.exception(60) for future in futures]

@@ -43,11 +43,6 @@ def record(item: Any) -> int:
     return len(recorded)
 
 
-def record_slowly(item: Any) -> None:
-    recorded.append(item)
-    time.sleep(0.005)
-
-
 def take_recorded() -> list[Any]:
     taken = recorded[:]
     recorded.clear()

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -23,14 +24,11 @@ from telegrad.wire.codec import pack
 from telegrad.wire.frames import Kind
 from tests.rpc import data_functions as functions
 from tests.rpc.fleet import Job
+from tests.rpc.inside import call
 from tests.rpc.test_data_only import MakeJob, make_parties  # noqa: F401 (a fixture)
 
 FEW = 5
 A, B, C = range(3)
-
-
-def call(to: str, function: Any, *args: Any) -> Any:
-    return rpc.rpc_sync(to, function, args=args)
 
 
 def attempt(work: Callable[[], Any]) -> str:
@@ -127,7 +125,16 @@ def open_calls() -> int:
     return current_node().calls.total()
 
 
+def never_hold_back(to: str) -> None:
+    """As an honest worker never does: send calls beyond the limit."""
+    agent = current_node().transport
+    assert isinstance(agent, Agent)
+    outgoing: Any = agent._reach(current_node().members.find(to).id)
+    outgoing._allowed = 1 << 30
+
+
 def create_waiting(to: str, count: int) -> list[str]:
+    never_hold_back(to)
     made = [rpc.remote(to, functions.wait_for_gate) for _ in range(count)]
     return [attempt(each.to_here) for each in made[FEW:]]
 
@@ -288,6 +295,7 @@ def test_passes_of_who_is_not_in_the_job_are_none(make_parties: MakeJob) -> None
 
 
 def begin_coroutines(to: str, count: int) -> list[str]:
+    never_hold_back(to)
     futures = [rpc.rpc_async(to, functions.wait_at_gate) for _ in range(count)]
     kept.extend(futures)
     return [attempt(future.wait) for future in futures[FEW:]]
@@ -311,6 +319,34 @@ def test_coroutines_are_limited_as_calls_are(make_parties: MakeJob) -> None:  # 
 
 def outcomes() -> list[str]:
     return [attempt(future.wait) for future in kept[:FEW]]
+
+
+def call_at_once(to: str, function: Any, count: int, threads: int) -> set[str]:
+    """Calls that all begin before the first one is waited for, on each of the threads."""
+
+    def begin_and_wait(_: int) -> list[str]:
+        futures = [rpc.rpc_async(to, function, args=(torch.ones(2),)) for _ in range(count)]
+        return [attempt(lambda: future.wait().tolist()) for future in futures]  # noqa: B023
+
+    with ThreadPoolExecutor(threads) as pool:
+        return {each for told in pool.map(begin_and_wait, range(threads)) for each in told}
+
+
+@pytest.mark.parametrize("function", [functions.scale_in_a_while, functions.scale_slowly])
+def test_who_makes_many_calls_at_once_waits_and_is_not_refused(
+    make_parties: MakeJob,  # noqa: F811
+    function: Any,
+) -> None:
+    job = make_parties("a", "b")
+    assert job["a"].do(call_at_once, "b", function, 1000, 1) == {"answered [2.0, 2.0]"}
+
+
+def test_threads_that_wait_for_room_do_not_keep_each_other_out(
+    make_parties: MakeJob,  # noqa: F811
+) -> None:
+    job = make_parties("a", "b", limits=rpc.Limits(calls_in_flight=8))
+    told = job["a"].do(call_at_once, "b", functions.scale_slowly, 10, 30)
+    assert told == {"answered [2.0, 2.0]"}
 
 
 def connect_anew(to: int) -> None:

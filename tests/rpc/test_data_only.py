@@ -21,12 +21,9 @@ from telegrad.wire.opaque import TreeUnpickler
 from telegrad.wire.tags import Tag
 from tests.rpc import data_functions as functions
 from tests.rpc.fleet import Job, Nursery
+from tests.rpc.inside import call
 
 MakeJob = Callable[..., Job]
-
-
-def call(to: Any, function: Any, *args: Any, **options: Any) -> Any:
-    return rpc.rpc_sync(to, function, args=args, **options)
 
 
 @pytest.fixture
@@ -427,6 +424,11 @@ def test_a_message_that_passes_a_limit_is_refused(
 
 
 def flood(to: str, count: int) -> list[str]:
+    """As an honest worker never does: it would wait for room."""
+    agent = current_node().transport
+    assert isinstance(agent, Agent)
+    outgoing: Any = agent._reach(current_node().members.find(to).id)
+    outgoing._allowed = count
     futures = [rpc.rpc_async(to, functions.wait_for_gate) for _ in range(count)]
     told = []
     for future in futures[-3:]:
@@ -470,3 +472,17 @@ def test_calls_in_flight_are_limited_and_those_beyond_are_refused(make_parties: 
 def test_limits_must_make_sense(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         rpc.Limits(**bad)
+
+
+def fail_at_length(to: str, length: int) -> str:
+    with pytest.raises(rpc.RemoteError) as caught:
+        call(to, functions.fail_with, "x" * length)
+    return str(caught.value)
+
+
+def test_an_error_that_says_more_than_a_message_may_hold_costs_nobody_the_worker(job: Job) -> None:
+    """It has its words twice, in its message and in its traceback."""
+    said = job["a"].do(fail_at_length, "b", 9_000_000)
+    assert "KeyError: 'xxx" in said
+    assert len(said) < 5000
+    assert job["a"].do(call, "b", functions.scale, 2) == 4

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +13,10 @@ from telegrad.rpc.outgoing import MAX_CALLS_IN_FLIGHT
 from telegrad.wire.frames import LIMITS as FRAME_LIMITS
 from telegrad.wire.outbox import QUEUE_BYTES
 from telegrad.wire.trust import LIMITS
-from tests.rpc.fleet import ROOT
+from tests.documents import code_in, output_of, page
 
-TEXT = (ROOT / "docs" / "rpc.md").read_text()
-BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+TEXT = page("rpc.md")
+BLOCKS = code_in(TEXT)
 SCRIPTS = [block for block in BLOCKS if block.startswith("# script")]
 FRAGMENTS = [block for block in BLOCKS if block not in SCRIPTS]
 
@@ -33,14 +29,7 @@ def test_a_fragment_runs(code: str) -> None:
 
 @pytest.mark.parametrize("code", SCRIPTS)
 def test_a_script_runs(code: str, tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(code)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, path], env=env, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "tensor([3., 3.])" in done.stdout
+    assert "tensor([3., 3.])" in output_of(code, tmp_path, timeout=100)
 
 
 def test_the_limits_are_those_that_the_text_tells() -> None:

@@ -16,6 +16,7 @@ from telegrad.rpc.node import current_node
 from tests.netns import hosts
 from tests.rpc import functions
 from tests.rpc.fleet import Nursery
+from tests.rpc.inside import call
 from tests.rpc.spread import SpreadJob
 
 LIVENESS = 2.0
@@ -36,10 +37,6 @@ def spread(nursery: Nursery) -> Iterator[Callable[..., SpreadJob]]:
         for job in jobs:
             for process in job.processes.values():
                 process.kill()
-
-
-def call(to: Any, function: Any, *args: Any, **options: Any) -> Any:
-    return rpc.rpc_sync(to, function, args=args, **options)
 
 
 def call_until_lost(to: str, function: Any, *args: Any) -> tuple[str, float]:

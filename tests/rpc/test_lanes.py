@@ -11,9 +11,7 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad.rpc import meeting
-from telegrad.rpc.agent import Agent
 from telegrad.rpc.errors import CallTimeout, WorkerLost
-from telegrad.rpc.node import current_node
 from telegrad.wire import lane
 from telegrad.wire.address import TcpAddress, UnixAddress
 from telegrad.wire.handshake import ClientHandshake, HandshakeError, Hello
@@ -21,18 +19,13 @@ from telegrad.wire.keys import new_key
 from telegrad.wire.link import Link
 from tests.rpc import functions
 from tests.rpc.fleet import Job
+from tests.rpc.inside import agent
 from tests.rpc.test_mending import be_careful, be_clumsy, both_send_large, make_traffic
 
 MakeJob = Callable[..., Job]
 TCP: dict[str, Any] = {"host": "127.0.0.1", "transports": ("tcp",), "liveness": 20.0}
 SEED = 20261117
 THRESHOLD = 1 << 18
-
-
-def agent() -> Agent:
-    found = current_node().transport
-    assert isinstance(found, Agent)
-    return found
 
 
 def link_to(to: str) -> Link:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +16,21 @@ import torch
 from telegrad import autograd, rpc
 from telegrad.autograd.context import WORKER_SHIFT, working_in
 from telegrad.autograd.crossing import pack_note
-from telegrad.autograd.messages import Begin, History, Options, encode
-from telegrad.rpc import values
+from telegrad.autograd.messages import Begin, Fail, Failure, History, Options, decode, encode
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.methods import as_parcel
 from telegrad.rpc.node import current_node
 from telegrad.rpc.reference_mail import MAX_EARLY, Inbox
-from telegrad.rpc.reference_messages import Fence, Fenced, ForkId, ReferenceId, Register, Transfer
+from telegrad.rpc.reference_messages import (
+    Fence,
+    Fenced,
+    ForkId,
+    Gone,
+    ReferenceId,
+    Register,
+    Transfer,
+    read_message,
+)
 from telegrad.rpc.references import References
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Kind
@@ -106,11 +115,36 @@ def test_who_has_the_lower_id_is_believed(three: Job) -> None:
     assert three["a"].do(call, "b", functions.scale, 2) == 4
 
 
-@pytest.mark.parametrize("number", [B, -1, 1 << 16, 1 << 70, True, "a"])
+@pytest.mark.parametrize("number", [B, 3, -1, 1 << 16, 1 << 70, True, "a"])
 def test_neither_itself_nor_what_no_worker_can_be_does_a_worker_count_as_gone(
     lasting: Job, number: Any
 ) -> None:
     lasting["a"].do(say, B, "fence", (number,))
+    assert lasting["a"].do(call, "b", functions.scale, 2) == 4
+    assert lasting["b"].do(lost) == {}
+
+
+def expel(to: int, worker: Any, reason: Any = "made up") -> None:
+    current_node().post(to, "expelled", (worker, reason))
+
+
+def test_who_has_a_worker_expelled_which_is_well_goes_if_its_id_is_higher(three: Job) -> None:
+    three["c"].do(expel, B, A)
+    wait_until(three, "b", names_of_lost, ["c"])
+    assert three["b"].do(lost)["c"] == "it says that worker 'a' is gone, which answers here"
+    assert three["a"].do(call, "b", functions.scale, 2) == 4
+    assert three["b"].do(call, "a", functions.scale, 2) == 4
+
+
+def test_who_has_the_lower_id_may_have_others_expelled_in_few_words(three: Job) -> None:
+    three["a"].do(expel, B, C, "x" * 1_000_000)
+    wait_until(three, "b", names_of_lost, ["c"])
+    assert len(three["b"].do(lost)["c"]) < 5000
+
+
+@pytest.mark.parametrize("number", [B, 3, -1, 1 << 16, 1 << 70, True, "a"])
+def test_nobody_is_expelled_who_is_not_there(lasting: Job, number: Any) -> None:
+    lasting["a"].do(expel, B, number)
     assert lasting["a"].do(call, "b", functions.scale, 2) == 4
     assert lasting["b"].do(lost) == {}
 
@@ -238,7 +272,7 @@ def test_a_value_of_another_worker_is_not_waited_for(lasting: Job, operation: st
 
 
 def shorten_patience() -> None:
-    values.PATIENCE_WITH_PROMISE = 0.2
+    current_node().values.patience_with_promise = 0.2
 
 
 @pytest.mark.parametrize("operation", ["fetch", "invoke", "method"])
@@ -286,19 +320,53 @@ def test_a_context_in_the_name_of_another_goes_with_who_spoke_of_it(three: Job) 
     wait_until(three, "b", contexts, 0)
 
 
-def tell_census(to: int, origin: int) -> None:
-    current_node().post(to, "autograd.release", (origin, 1, 1 << 60, (1, 2, 3), ()))
+def tell_census(to: int, origin: int, still_open: int = 0) -> None:
+    first = origin << WORKER_SHIFT
+    census = (origin, 1 << 60, first + (1 << 40), tuple(range(first, first + still_open)), ())
+    current_node().post(to, "autograd.release", census)
 
 
 def census_of() -> list[int]:
     return sorted(service().container._census)
 
 
-def test_a_census_of_who_is_not_in_the_job_is_not_kept(lasting: Job) -> None:
+def test_a_census_of_who_is_not_in_the_job_is_not_kept(three: Job) -> None:
     for origin in (3, 77, 1 << 40):
-        lasting["a"].do(tell_census, B, origin)
-    lasting["a"].do(tell_census, B, C)
-    wait_until(lasting, "b", census_of, [C])
+        three["a"].do(tell_census, B, origin)
+    three["a"].do(tell_census, B, A)
+    wait_until(three, "b", census_of, [A])
+
+
+def test_a_census_in_the_name_of_another_ends_nothing(three: Job) -> None:
+    three["c"].do(cross_once, "b")
+    three["b"].do(cross_once, "c")
+    for origin in (B, C):
+        three["a"].do(tell_census, B, origin)
+    # What a says next comes after it, and what c answers b before c's own pass.
+    three["a"].do(tell_census, B, A)
+    wait_until(three, "b", census_of, [A, C])
+    assert three["c"].do(differentiate) == [1.0, 1.0, 1.0]
+    assert three["b"].do(differentiate) == [1.0, 1.0, 1.0]
+    for name in "bc":
+        wait_until(three, name, contexts, 0)
+
+
+def test_a_census_has_a_bound(three: Job) -> None:
+    three["a"].do(tell_census, B, A, 100_000)
+    three["a"].do(speak_of_context, B, A, 1)
+    assert three["b"].do(census_of) == []
+
+
+def cross_and_release(via: str, to: str) -> None:
+    with autograd.context():
+        call(via, functions.square_weight_there, to, torch.ones(3, requires_grad=True))
+
+
+def test_a_release_reaches_those_that_its_origin_never_called(three: Job) -> None:
+    three["a"].do(cross_and_release, "b", "c")
+    for name in "bc":
+        wait_until(three, name, contexts, 0)
+        assert three[name].do(census_of) == [A]
 
 
 def imitate_message(context_id: int, message: int) -> str:
@@ -340,7 +408,7 @@ def records_kept() -> dict[int, int]:
 def test_a_message_under_the_number_of_anothers_is_refused(lasting: Job) -> None:
     context_id, message = lasting["a"].do(cross_once, "b")
     told = lasting["c"].do(imitate_message, context_id, message)
-    assert "has a number that worker" in told, told
+    assert "from worker 'c' has a number that worker 'a' gives" in told, told
     assert lasting["a"].do(differentiate) == [1.0, 1.0, 1.0]
     wait_until(lasting, "b", records_kept, {})
 
@@ -402,3 +470,37 @@ def test_what_waits_for_the_driver_of_a_pass_is_bounded(three: Job) -> None:
     assert three["a"].do(call, "b", functions.scale, 2) == 4
     assert three["b"].do(events_waiting) <= 66
     three["b"].do(functions.open_gate)
+
+
+def complain(to: int, count: int, text: str) -> None:
+    """Say again and again that nothing of a pass could be read."""
+    node = current_node()
+    for _ in range(count):
+        node.post(to, "autograd.unread", (0, text))
+
+
+def test_complaints_that_wait_for_the_driver_of_a_pass_are_bounded(three: Job) -> None:
+    three["b"].do(hold_drivers)
+    three["a"].do(flood_pass, B, 1)
+    three["a"].do(complain, B, 500, "x" * 10_000)
+    assert three["a"].do(call, "b", functions.scale, 2) == 4
+    assert three["b"].do(events_waiting) <= 66
+    three["b"].do(functions.open_gate)
+
+
+def test_what_others_say_of_a_failure_is_kept_in_few_words() -> None:
+    failure = Failure(1, *["x" * 1_000_000] * 5)
+    _, _, read = decode(encode(1, 2, Fail(failure)))
+    assert isinstance(read, Fail)
+    assert all(len(text) < 21_000 for text in dataclasses.astuple(read.failure)[1:])
+    told = Failure.of(ValueError("begins" + "x" * 1_000_000 + "ends"), 1, "a")
+    assert len(told.message) < 21_000
+    assert len(told.traceback) < 21_000
+    assert told.message.startswith("begins")
+    assert told.message.endswith("ends")
+
+
+def test_why_a_reference_is_gone_is_kept_in_few_words() -> None:
+    gone = read_message(("gone", (1, 2), "x" * 1_000_000))
+    assert isinstance(gone, Gone)
+    assert len(gone.reason) < 5000

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 
 import pytest
 
 from telegrad import rpc
+from telegrad.rpc import vitals
+from telegrad.rpc.lookout import UNMET_PER_LOOK
 from telegrad.rpc.node import current_node
 from tests.rpc import functions
 from tests.rpc.fleet import Job
+from tests.rpc.inside import agent
 
 MakeJob = Callable[..., Job]
 
@@ -125,3 +130,63 @@ def test_a_job_that_is_stopped_and_continued_again_and_again_loses_nobody(
             # What is tested is that this much time passes.
             time.sleep(stop if number is signal.SIGSTOP else draw.uniform(0.001, 0.1))
     assert calling.result(60) == {}
+
+
+def reads_of_one_look() -> int:
+    """How many processes one look after the others asks the kernel about in full."""
+    count = 0
+    read = vitals._read
+
+    def counting(pid: int) -> list[bytes] | None:
+        nonlocal count
+        count += 1
+        return read(pid)
+
+    vitals._read = counting
+    try:
+        lookout = agent().lookout
+        lookout._look_at_processes()
+        lookout._listen_for_signs()
+    finally:
+        vitals._read = read
+    return count
+
+
+def lost_within(worker: str, seconds: float) -> bool:
+    """Whether this worker takes that one for lost, now or within that time."""
+    node = current_node()
+    number = rpc.get_worker_info(worker).id
+    until = time.monotonic() + seconds
+    while not node.is_lost(number) and time.monotonic() < until:
+        time.sleep(0.02)
+    return node.is_lost(number)
+
+
+def test_workers_that_never_met_look_after_each_other_at_a_cost_that_does_not_grow(
+    make_job: MakeJob,
+) -> None:
+    """Each looks closely at a few. All together see one that is stopped, and one that is gone."""
+    names = "abcdefgh"
+    job = make_job(*names, liveness=1.0)
+    assert job["a"].do(reads_of_one_look) <= UNMET_PER_LOOK < len(names) - 1
+    job["h"].signal(signal.SIGSTOP)
+    rest = [job[name].begin(lost_within, "h", 1.0 + MARGIN) for name in names[:-1]]
+    assert all(known.result(20) for known in rest)
+    job["g"].kill()
+    rest = [job[name].begin(lost_within, "g", MARGIN) for name in names[:-2]]
+    assert all(known.result(20) for known in rest)
+
+
+def test_a_process_that_ended_is_gone_though_its_parent_took_no_note() -> None:
+    """Workers that never met look closely at a few of each other only: they would miss it."""
+    ended = subprocess.Popen(["sleep", "600"])
+    process = vitals.Process.own()
+    seen = vitals.Process(ended.pid, process.born, process.namespace)
+    assert not seen.is_gone()
+    assert not process.is_gone()
+    ended.kill()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert seen.is_gone()
+    ended.wait()
+    assert seen.is_gone()
+    assert not vitals.Process(ended.pid, process.born, "pid:[1]").is_gone()

@@ -19,15 +19,12 @@ from telegrad.rpc.node import current_node
 from telegrad.rpc.runtime import _all_threads
 from tests.rpc import functions
 from tests.rpc.fleet import Job
+from tests.rpc.inside import call
 
 MakeJob = Callable[..., Job]
 UNIX: dict[str, Any] = {}
 TCP: dict[str, Any] = {"host": "127.0.0.1", "transports": ("tcp",)}
 TRANSPORTS = [pytest.param(UNIX, id="unix"), pytest.param(TCP, id="tcp")]
-
-
-def call(to: Any, function: Any, *args: Any, **options: Any) -> Any:
-    return rpc.rpc_sync(to, function, args=args, **options)
 
 
 def call_until_lost(to: str, function: Any, *args: Any) -> tuple[str, float]:

@@ -18,16 +18,13 @@ from telegrad.rpc.node import current_node
 from telegrad.wire.stream import Part, PlainStream
 from tests.rpc import functions
 from tests.rpc.fleet import Job
+from tests.rpc.inside import call
 
 MakeJob = Callable[..., Job]
 UNIX: dict[str, Any] = {"liveness": 20.0}
 TCP: dict[str, Any] = {**UNIX, "host": "127.0.0.1", "transports": ("tcp",)}
 TRANSPORTS = [pytest.param(UNIX, id="unix"), pytest.param(TCP, id="tcp")]
 SEED = 20261116
-
-
-def call(to: Any, function: Any, *args: Any, **options: Any) -> Any:
-    return rpc.rpc_sync(to, function, args=args, **options)
 
 
 def cut_links(side: str) -> int:

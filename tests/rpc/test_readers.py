@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 
 from telegrad import rpc
+from telegrad.rpc import calls
+from telegrad.rpc.calls import latched
 from telegrad.rpc.errors import CallTimeout
 from telegrad.rpc.node import current_node
 from telegrad.rpc.outgoing import Outgoing
 from tests.rpc import functions
 from tests.rpc.fleet import Job
+from tests.rpc.inside import call
 from tests.rpc.test_interrupts import Late, be_late
 
 MakeJob = Callable[..., Job]
@@ -42,10 +46,10 @@ def read_for_others(to: str, raises: type[Exception], timeout: float) -> bool:
             time.sleep(0.001)
         while not over.is_set():
             rpc.rpc_sync(to, functions.nothing)
-            if next(calls) == 30 and raises is Late:
+            if next(made) == 30 and raises is Late:
                 signal.pthread_kill(me, signal.SIGALRM)
 
-    calls = itertools.count()
+    made = itertools.count()
     before = signal.signal(signal.SIGALRM, be_late)
     others = [threading.Thread(target=call_on) for _ in range(3)]
     for other in others:
@@ -67,6 +71,50 @@ def test_a_reader_keeps_its_deadline_while_replies_come_for_others(make_job: Mak
 
 def test_a_reader_is_interrupted_while_replies_come_for_others(make_job: MakeJob) -> None:
     assert make_job("a", "b")["a"].do(read_for_others, "b", Late, 0)
+
+
+# Waits that are interrupted.
+
+
+def interrupted_wait(to: str) -> str:
+    """Wait for a call until SIGINT comes; then call again."""
+    try:
+        rpc.rpc_sync(to, functions.announce_and_wait, args=("interrupt me", "never"), timeout=0)
+    except KeyboardInterrupt:
+        return str(rpc.rpc_sync(to, functions.who_am_i))
+    raise AssertionError("not interrupted")
+
+
+def test_a_wait_is_interrupted_by_ctrl_c_and_calls_go_on(make_job: MakeJob) -> None:
+    job = make_job("a", "b", "c")
+    waiting = job["a"].begin(interrupted_wait, "b")
+    job["c"].do(call, "b", functions.wait_event, "interrupt me")
+    job["a"].signal(signal.SIGINT)
+    assert waiting.result(10) == "b"
+
+
+def interrupted_behind_a_reader(to: str) -> list[Any]:
+    """The main thread waits while another one reads, and is interrupted."""
+    outgoing, me = outgoing_to(to), threading.get_ident()
+
+    def interrupt_who_waits() -> None:
+        while not outgoing._waiters:
+            time.sleep(0.001)
+        signal.pthread_kill(me, signal.SIGINT)
+
+    with ThreadPoolExecutor(2) as pool:
+        reader = pool.submit(rpc.rpc_sync, to, functions.wait_event, args=("reader",))
+        while not outgoing._reader:
+            time.sleep(0.001)
+        pool.submit(interrupt_who_waits)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.rpc_sync(to, functions.wait_event, args=("never",), timeout=0)
+        rpc.rpc_async(to, functions.set_event, args=("reader",)).wait()
+        return [reader.result(20), rpc.rpc_sync(to, functions.who_am_i, timeout=10)]
+
+
+def test_an_interrupted_wait_does_not_keep_others_from_their_replies(make_job: MakeJob) -> None:
+    assert make_job("a", "b")["a"].do(interrupted_behind_a_reader, "b") == ["reader", "b"]
 
 
 # Handlers that call.
@@ -112,3 +160,36 @@ def handle_on_the_queue(to: str) -> str:
 
 def test_a_handler_calls_while_its_thread_waits_for_its_turn(make_job: MakeJob) -> None:
     assert make_job("a", "b")["a"].do(handle_on_the_queue, "b") == "handled"
+
+
+# Calls to oneself, which nobody reads.
+
+
+def wait_together() -> bool:
+    """Two threads begin to wait for one call at the same moment. Whether both were woken."""
+    both, latches = threading.Barrier(2), threading.Semaphore(0)
+
+    def made_slowly() -> threading.Lock:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        latches.release()
+        return latched()
+
+    def wait() -> bool:
+        until = time.monotonic() + 10
+        node.transport.wait(pending, until)
+        return time.monotonic() < until
+
+    node = current_node()
+    pending = node.call(node.info, functions.wait_event, ("both wait",), None)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(calls, "latched", made_slowly)
+        waiting = [pool.submit(wait), pool.submit(wait)]
+        latches.acquire()
+        functions.set_event("both wait")
+        return all(each.result() for each in waiting)
+
+
+def test_two_threads_that_wait_for_a_call_to_oneself_are_both_woken(make_job: MakeJob) -> None:
+    job = make_job("a")
+    assert job["a"].do(wait_together)

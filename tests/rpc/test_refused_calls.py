@@ -10,7 +10,7 @@ import torch
 from telegrad import autograd, rpc
 from tests.rpc import data_functions as functions
 from tests.rpc.fleet import Job
-from tests.rpc.test_data_limits import attempt, call, contexts, references, service, wait_until
+from tests.rpc.test_data_limits import attempt, call, contexts, references, wait_until
 from tests.rpc.test_data_only import MakeJob, make_parties  # noqa: F401 (a fixture)
 
 SIZE = 20_000
@@ -71,29 +71,4 @@ def test_a_pass_does_not_wait_for_what_was_refused(make_parties: MakeJob) -> Non
     assert passed == "answered None"
     assert gradient == [1, 1, 1, 0]
     job["b"].do(functions.open_gate)
-    wait_until(job, "b", contexts, 0)
-
-
-def keep_at_most(records: int) -> None:
-    """As one that has not heard yet of what its caller has released."""
-    ledger = service().container._records
-    assert ledger is not None
-    ledger._most = records
-
-
-def go_on_after_a_refusal(to: str) -> tuple[str, str]:
-    x = torch.ones(3, requires_grad=True)
-    with autograd.context() as context:
-        left = call(to, functions.weigh, x)
-        refused = attempt(lambda: call(to, functions.weigh, x * 2))
-        return refused, attempt(lambda: autograd.backward(context, [left], timeout=20))
-
-
-def test_a_pass_fails_at_once_where_a_message_was_not_recorded(
-    make_parties: MakeJob,  # noqa: F811
-) -> None:
-    job = make_parties("a", "b")
-    job["b"].do(keep_at_most, 2)
-    for told in job["a"].do(go_on_after_a_refusal, "b"):
-        assert "worker 'b' keeps 2 records for worker 'a' and takes no more" in told
     wait_until(job, "b", contexts, 0)

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 from telegrad.rpc import meeting, reception
 from telegrad.rpc.limits import Limits, default_limits
 from telegrad.wire.codec import Trust
-from tests.rpc.fleet import ROOT
+from tests.documents import code_in, output_of, page
 
-TEXT = (ROOT / "docs" / "security.md").read_text()
+TEXT = page("security.md")
 UNITS = {"GB": 1 << 30, "MB": 1 << 20}
 
 
 def test_parties_that_take_data_only_work_together(tmp_path: Path) -> None:
-    [code] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    path = tmp_path / "script.py"
-    path.write_text(code)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, path], env=env, capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stderr
-    assert "tensor([3., 3.])" in done.stdout
-    assert "posix:getcwd is not exported; in a job that takes data only" in done.stdout
+    [script] = code_in(TEXT)
+    printed = output_of(script, tmp_path, timeout=150)
+    assert "tensor([3., 3.])" in printed
+    assert "posix:getcwd is not exported; in a job that takes data only" in printed
 
 
 def number(text: str) -> int:

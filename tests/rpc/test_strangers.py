@@ -21,6 +21,7 @@ from telegrad.wire.address import TcpAddress, UnixAddress, parse_address
 from telegrad.wire.frames import HEADER, Kind
 from tests.rpc import functions
 from tests.rpc.fleet import Job
+from tests.rpc.inside import call
 from tests.rpc.strangers import processor_time_of
 
 MakeJob = Callable[..., Job]
@@ -28,10 +29,6 @@ UNIX: dict[str, Any] = {}
 TCP: dict[str, Any] = {"host": "127.0.0.1", "transports": ("tcp",)}
 TRANSPORTS = [pytest.param(UNIX, id="unix"), pytest.param(TCP, id="tcp")]
 SEED = 20261116
-
-
-def call(to: Any, function: Any, *args: Any, **options: Any) -> Any:
-    return rpc.rpc_sync(to, function, args=args, **options)
 
 
 def addresses() -> list[str]:

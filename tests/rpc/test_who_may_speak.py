@@ -17,7 +17,6 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc import meeting, rendezvous
-from telegrad.rpc.agent import Agent
 from telegrad.rpc.node import current_node
 from telegrad.wire.address import TcpAddress, is_loopback, parse_address
 from telegrad.wire.handshake import MAGIC, VERSION
@@ -25,21 +24,12 @@ from telegrad.wire.keys import new_key, tls_contexts
 from telegrad.wire.tls import TlsError, TlsStream
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Process, client_of, join, serve_store
+from tests.rpc.inside import agent, call
 
 MakeJob = Callable[..., Job]
 Start = Callable[[], Process]
 TCP: dict[str, Any] = {"host": "127.0.0.1", "transports": ("tcp",)}
 PATIENCE = 20
-
-
-def call(to: Any, function: Any, *args: Any, **options: Any) -> Any:
-    return rpc.rpc_sync(to, function, args=args, **options)
-
-
-def agent() -> Agent:
-    transport = current_node().transport
-    assert isinstance(transport, Agent)
-    return transport
 
 
 def addresses() -> list[str]:

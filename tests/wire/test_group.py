@@ -327,6 +327,21 @@ def begin_frame(link: Link, size: int, meta: bytes = b"meta") -> tuple[torch.Ten
     return tensor, lambda: group.begin([view(tensor)])
 
 
+def test_nobody_waits_for_a_frame_whose_tensor_is_under_way_as_if_it_were_here(
+    links: tuple[Link, Link],
+) -> None:
+    """Who reads wakes those it has served before it waits for anything."""
+    a, b = links
+    a.send(Kind.REPLY, 7, b"small")
+    tensor, send_tensor = begin_frame(a, 1_000_000)
+    assert receive(b).call_id == 7
+    assert not b.has_frame()
+    assert b.is_halfway, "no byte of the stream will tell"
+    send_tensor()  # type: ignore[operator]
+    assert bytes_of(receive(b)) == [tensor.numpy().tobytes()]
+    assert not b.is_halfway
+
+
 @pytest.mark.parametrize("meta", [b"meta", b"m" * 100_000], ids=["small", "large"])
 def test_who_reads_may_go_before_the_tensor_is_there(
     links: tuple[Link, Link], meta: bytes, monkeypatch: pytest.MonkeyPatch

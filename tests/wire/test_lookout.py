@@ -38,6 +38,7 @@ def asked_for(look: Lookout) -> float:
 def test_a_reader_that_was_served_soon_looks_for_a_while_and_not_for_long(pair, monkeypatch):
     monkeypatch.setattr(lookout, "LOOK_FOR", 0.05)
     monkeypatch.setattr(lookout, "KEPT_AWAY", 10.0)
+    monkeypatch.setattr(lookout, "CROWDED", 10.0)
     look = Lookout(pair[0])
     assert 0.05 <= asked_for(look) < 5.0
 
@@ -58,6 +59,7 @@ def test_a_reader_that_waited_long_sleeps_until_bytes_come_soon_again(pair, monk
 def test_bytes_end_the_looking(pair, monkeypatch):
     monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
     monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    monkeypatch.setattr(lookout, "CROWDED", 60.0)
     look = Lookout(pair[0])
     sender = threading.Timer(0.05, pair[1].send, (b"x",))
     sender.start()
@@ -75,9 +77,21 @@ def test_nobody_looks_for_a_while_when_the_core_is_wanted_by_others(pair, monkey
     assert asked_for(Lookout(pair[1])) < 30.0
 
 
+def test_nobody_looks_for_a_while_where_many_look(pair, monkeypatch):
+    """Who takes turns with many others is never kept away for long: each of its looks is slow."""
+    monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    monkeypatch.setattr(lookout, "CROWDED", -1.0)
+    monkeypatch.setattr(Lookout, "_rest", 60.0)
+    monkeypatch.setattr(Lookout, "_resting_until", 0.0)
+    assert asked_for(Lookout(pair[0])) < 30.0
+    assert Lookout._resting_until > time.monotonic()
+
+
 def test_who_asks_last_looks_and_the_one_before_sleeps(pair, monkeypatch):
     monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
     monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    monkeypatch.setattr(lookout, "CROWDED", 60.0)
     first, second = Lookout(pair[0]), Lookout(pair[1])
     asking = threading.Thread(target=asked_for, args=(first,))
     asking.start()
@@ -102,6 +116,7 @@ def test_who_is_kept_away_again_and_again_rests_for_longer_until_looking_pays(pa
         assert Lookout._rest == times * lookout.REST_FOR
     monkeypatch.setattr(Lookout, "_resting_until", 0.0)
     monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    monkeypatch.setattr(lookout, "CROWDED", 60.0)
     sender = threading.Timer(0.05, pair[1].send, (b"x",))
     sender.start()
     assert look.wait()

@@ -35,7 +35,7 @@ and is not counted; an `Absent` that engages anyone (its receiver may not belong
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -235,12 +235,15 @@ def fit(
 
 
 def check_gradients(
-    record: SendRecord | EnclosedSend, sender: int, gradients: Sequence[Tensor | None] | None
+    record: SendRecord | EnclosedSend,
+    sender: int,
+    gradients: Sequence[Tensor | None] | None,
+    name_of: Callable[[int], str] = str,
 ) -> None:
     """Refuse gradients (None: their absence) that do not belong to the tensors that were sent."""
-    name = f"The gradients of message {record.message}, sent to worker {record.peer},"
+    name = f"The gradients of message {record.message}, sent to worker {name_of(record.peer)},"
     if sender != record.peer:
-        raise BadGradient(f"{name} came from worker {sender}, which never had it.")
+        raise BadGradient(f"{name} came from worker {name_of(sender)}, which never had it.")
     if gradients is None:
         return
     if len(gradients) != len(record.shapes):

@@ -157,17 +157,26 @@ class Container:
             live = frozenset(self._live)
             return Census(self.worker, next(self._releases), self._newest, live)
 
-    def learn(self, census: Census, keep: bool = True) -> list[Context]:
-        """Take note of a census; the contexts that it declares gone are removed and returned.
+    def released_since(self, census: Census) -> int | None:
+        """A context that this census declares gone, if there is one that no other did before."""
+        known = self._census.get(census.origin, Census(census.origin, 0, 0, frozenset()))
+        if known.version >= census.version:
+            return None
+        if lately := known.live - census.live:
+            return min(lately)
+        number = census.newest
+        while number in census.live:
+            number -= 1
+        is_news = number > known.newest and worker_of(number) == census.origin
+        return number if is_news else None
 
-        That of an origin which is not known to be a worker is not kept.
-        """
+    def learn(self, census: Census) -> list[Context]:
+        """Take note of a census; the contexts that it declares gone are removed and returned."""
         with self._lock:
             known = self._census.get(census.origin)
             if known is not None and known.version >= census.version:
                 census = known
-            if keep:
-                self._census[census.origin] = census
+            self._census[census.origin] = census
             return self._remove_of(census.origin, census.has_released)
 
     def was_never_made(self, context_id: int) -> bool:

@@ -23,7 +23,6 @@ from torch.autograd.graph import Node
 
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.passes import Passes
-from telegrad.rpc.errors import Refused
 
 if TYPE_CHECKING:
     from telegrad.autograd.enclosed import EnclosedCall, EnclosedSend, Enclosure
@@ -99,7 +98,6 @@ class Context:
         "passes",
         "recording",
         "recvs",
-        "refused",
         "released",
         "sends",
     )
@@ -120,8 +118,6 @@ class Context:
         self.participants: dict[int, Participant] = {}
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._uncommitted: dict[int, Gradients] = {}
-        self.refused: dict[int, str] = {}
-        """Why a message of a worker was not recorded: a pass would wait for its gradients there."""
         self.recording = Scope(self, True)
 
     @property
@@ -154,17 +150,25 @@ class Context:
                 self.sends[record.message] = record
             return self.passes.known()
 
+    def take_back(self, message: int, peer: int) -> bool:
+        """A message to that worker never reached it, so nobody knows of it there. Whether it was
+        recorded here."""
+        with self.lock:
+            record = self.sends.get(message)
+            if record is None or record.peer != peer:
+                return False
+            del self.sends[message]
+            if self._ledger is not None:
+                self._ledger.credit(peer)
+            return True
+
     def add_recv(self, record: RecvRecord, begun_at_sender: Iterable[int]) -> list[int]:
         """Record a recv from a worker that is known; tells which passes wait for it at its sender
         and missed it here."""
         with self.lock:
             if not self.released:
                 if self._ledger is not None and record.message not in self.recvs:
-                    try:
-                        self._ledger.charge(record.peer)
-                    except Refused as error:
-                        self.refused[record.peer] = str(error)
-                        raise
+                    self._ledger.charge(record.peer)
                 self.recvs[record.message] = record
             begun = self.passes.begun()
             return [p for p in begun if p not in set(begun_at_sender)] if begun else []

@@ -28,7 +28,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ from telegrad.autograd.context import (
 )
 from telegrad.autograd.enclosed import EnclosedSend, looking_for_changes
 from telegrad.autograd.errors import AutogradError
+from telegrad.rpc.node import find_node
+
+if TYPE_CHECKING:
+    from telegrad.autograd.refusals import Refusals
 
 
 class Running(Protocol):
@@ -74,11 +78,13 @@ def anchor() -> Tensor:
     return _ANCHOR
 
 
-def _running(what: str) -> Running:
+def _running(what: str, peer: int) -> Running:
     running = engine_thread.running
     if running is None:
+        node = find_node()
+        name = peer if node is None else repr(node.members.name(peer))
         raise AutogradError(
-            f"A local backward reached {what}: the graph goes on there. "
+            f"A local backward reached {what} {name}: the graph goes on there. "
             "Use telegrad.autograd.backward(context_id, [loss]) instead of loss.backward()."
         )
     return running
@@ -95,7 +101,7 @@ class Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return (None, None, *_running(f"tensors sent to worker {ctx.peer}").take(ctx.message))
+        return (None, None, *_running("tensors sent to worker", ctx.peer).take(ctx.message))
 
 
 _NO_GRADIENTS = (None,) * 5
@@ -114,7 +120,7 @@ class Recv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor | None) -> Any:
-        running = engine_thread.running or _running(f"a tensor that came from worker {ctx.peer}")
+        running = engine_thread.running or _running("a tensor that came from worker", ctx.peer)
         running.fire(ctx.message, ctx.index, gradient[0])
         return _NO_GRADIENTS
 
@@ -204,6 +210,7 @@ class Records(Protocol):
     """The part of the autograd service that a message needs."""
 
     container: Container
+    refusals: Refusals
     next_message: Callable[[], int]
 
     def missed(self, context: Context, passes: list[int], record: RecvRecord) -> None: ...
@@ -266,11 +273,21 @@ class AutogradCrossing:
         if alone and sender == context.origin:
             service.end_earlier(context)
         if message:
-            record, tensors = _receive(sender, message, indices, tensors)
+            record, tensors = _receive(node, sender, message, indices, tensors)
             missed = context.add_recv(record, begun)
             if missed:
                 service.missed(context, missed, record)
         return tensors, context.recording if recording else context.silent
+
+    def never_left(self, node: Any, to: int, note: bytes) -> None:
+        context_id, message, *_ = unpack_note(note)
+        if message:
+            service_of(node).refusals.never_left(context_id, message, to)
+
+    def never_arrived(self, node: Any, sender: int, note: bytes) -> None:
+        context_id, message, *_ = unpack_note(note)
+        if message:
+            service_of(node).refusals.never_arrived(context_id, message, sender)
 
     def enter(self, node: Any, scope: Scope) -> speaking_for:
         """While a handler runs for `scope`: its context is current, with the caller's grad mode."""
@@ -278,21 +295,21 @@ class AutogradCrossing:
 
 
 def _receive(
-    sender: int, message: int, indices: tuple[int, ...], tensors: list[Tensor]
+    node: Any, sender: int, message: int, indices: tuple[int, ...], tensors: list[Tensor]
 ) -> tuple[RecvRecord, list[Tensor]]:
     if message >> WORKER_SHIFT != sender:
         raise AutogradError(
-            f"Message {message} from worker {sender} has a number that worker "
-            f"{message >> WORKER_SHIFT} gives."
+            f"Message {message} from worker {node.members.name(sender)!r} has a number that worker "
+            f"{node.members.name(message >> WORKER_SHIFT)!r} gives."
         )
     if not indices or max(indices) >= len(tensors):
         raise AutogradError(
-            f"Message {message} from worker {sender} says that its tensor "
+            f"Message {message} from worker {node.members.name(sender)!r} says that its tensor "
             f"{max(indices, default=None)} needs gradient, but carries {len(tensors)} tensors."
         )
     tensors = tensors.copy()
     nodes: list[Node] = []
     for place, index in enumerate(indices):
-        tensors[index], node = make_recv(message, place, sender, tensors[index])
-        nodes.append(node)
+        tensors[index], recv = make_recv(message, place, sender, tensors[index])
+        nodes.append(recv)
     return RecvRecord(message, sender, nodes), tensors

@@ -24,6 +24,21 @@ class Missed:
     record: RecvRecord
 
 
+@dataclass(frozen=True, slots=True)
+class TakenBack:
+    """A message that left here, or was to leave, never reached its worker."""
+
+    message: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Something that a worker and this one had to say to each other was not taken."""
+
+    worker: int
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Abandon:
     """The context is gone, or the pass is known to be over: stop, and tell nobody.
@@ -54,4 +69,4 @@ class Asked:
     answer: Answer
 
 
-Event = Message | Asked | Lost | Missed | Abandon | Stalled | Stopped
+Event = Message | Asked | Lost | Missed | TakenBack | Unread | Abandon | Stalled | Stopped

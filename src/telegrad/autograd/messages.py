@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, strided
 
 from telegrad.autograd.errors import AutogradError
-from telegrad.rpc.errors import WorkerLost
+from telegrad.rpc.errors import WorkerLost, in_few_words
 from telegrad.wire.parcel import Parcel
 
 
@@ -84,8 +84,8 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, worker: int, worker_name: str) -> Failure:
-        text = "".join(traceback.format_exception(error))
-        message = str(error) or type(error).__name__
+        text = in_few_words("".join(traceback.format_exception(error)), MOST_OF_A_TEXT)
+        message = in_few_words(str(error), MOST_OF_A_TEXT) or type(error).__name__
         if isinstance(error, WorkerLost):
             return cls(worker, worker_name, message, text, error.worker, error.cause)
         return cls(worker, worker_name, message, text)
@@ -251,6 +251,9 @@ def _placed(parcel: Parcel, width: int, at: int, number: int) -> list[Tensor | N
     )
 
 
+MOST_OF_A_TEXT = 20_000
+"""Characters of each text of a failure, the traceback among them. All participants are told it, and
+keep it while the context lasts."""
 _LENGTHS = Struct("<5I")
 
 
@@ -265,7 +268,8 @@ def _read_failure(worker: int, data: bytes) -> Failure:
         if _LENGTHS.size + sum(lengths) == len(data):
             ends = list(accumulate(lengths, initial=_LENGTHS.size))
             parts = [data[begin:end] for begin, end in pairwise(ends)]
-            return Failure(worker, *[str(part, "utf-8", "replace") for part in parts])
+            texts = [in_few_words(str(part, "utf-8", "replace"), MOST_OF_A_TEXT) for part in parts]
+            return Failure(worker, *texts)
     raise AutogradError("A message says that a pass failed, but not how.")
 
 

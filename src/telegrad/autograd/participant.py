@@ -46,6 +46,8 @@ from telegrad.autograd.events import (
     Missed,
     Stalled,
     Stopped,
+    TakenBack,
+    Unread,
 )
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import (
@@ -122,8 +124,8 @@ class Participant:
                 self._driving = True
             elif sender != self._worker and len(self._inbox) > self._most_waiting():
                 raise AutogradError(
-                    f"Worker {sender} says more in a pass of context {self.context.id} than there "
-                    "is to say."
+                    f"Worker {self._name(sender)} says more in a pass of context "
+                    f"{self.context.id} than there is to say."
                 )
             else:
                 self._inbox.append((sender, event))
@@ -274,8 +276,8 @@ class Participant:
             if event.history.over_below:
                 if worker_of(event.history.over_below) != worker_of(self.pass_id):
                     raise AutogradError(
-                        f"Worker {sender} tells in pass {self.pass_id} of passes that another "
-                        "worker began."
+                        f"Worker {self._name(sender)} tells in pass {self.pass_id} of passes "
+                        "that another worker began."
                     )
                 self._service.learn(self.context, event.history)
             if self._part is None:
@@ -294,8 +296,8 @@ class Participant:
             case Absent():
                 if len(self._early) > self._most_waiting():
                     raise AutogradError(
-                        f"Worker {sender} says more often that gradients are absent in a pass of "
-                        f"context {self.context.id} than there are messages."
+                        f"Worker {self._name(sender)} says more often that gradients are absent "
+                        f"in a pass of context {self.context.id} than there are messages."
                     )
                 self._early = (*self._early, (sender, event))
             case Fail(failure):
@@ -325,12 +327,23 @@ class Participant:
             case Lost(worker, reason):
                 if part.depends_on(worker, self._partners):
                     raise self._lost_error(worker, reason)
+            case TakenBack(message):
+                self._forget_source(part, message)
+            case Unread(worker, reason):
+                if part.depends_on(worker, self._partners):
+                    raise AutogradError(
+                        f"A message of worker {self._node.members.name(worker)!r} was not taken, "
+                        f"and the backward pass of context {self.context.id} needs it: {reason}."
+                    )
             case Abandon(error):
                 self._abandon(part, error)
             case Stalled():
                 self._send(part.probe(self._partners))
             case Stopped(error):
                 self._fail(error)
+
+    def _name(self, worker: int) -> str:
+        return repr(self._node.members.name(worker))
 
     def _lost_error(self, worker: int, reason: str) -> WorkerLost:
         name = self._node.members.name(worker)
@@ -363,12 +376,6 @@ class Participant:
         if lost and not peers.isdisjoint(lost):
             gone = min(peers.intersection(lost))
             raise self._lost_error(gone, lost[gone])
-        for sender, why in list(context.refused.items()):
-            if sender not in lost:
-                raise AutogradError(
-                    f"A message from worker {self._node.members.name(sender)!r} has no part in "
-                    f"the backward pass of context {context.id}: {why}."
-                )
         self._run = Run(
             sources,
             counts,
@@ -393,20 +400,30 @@ class Participant:
         if source is None or message == ROOTS:
             if message not in self.context.sends:
                 raise BadGradient(
-                    f"Worker {sender} sent gradients for message {message}, which worker "
-                    f"{self._worker} never sent in context {self.context.id}."
+                    f"Worker {self._name(sender)} sent gradients for message {message}, which "
+                    f"worker {self._name(self._worker)} never sent in context {self.context.id}."
                 )
             return  # Sent after the pass began here: it does not take part.
         record = self._sends[message]
         if not fit(record, sender, gradients):
-            check_gradients(record, sender, gradients)
+            check_gradients(record, sender, gradients, self._name)
         if source.state is not State.PENDING:
             raise BadGradient(
-                f"The gradients of message {message}, sent to worker {record.peer}, came twice."
+                f"The gradients of message {message}, sent to worker {self._name(record.peer)}, "
+                "came twice."
             )
         if gradients is None and part.options.mode is Mode.FAST:
             raise self._unused(record)
         self._run.resolve(message, gradients)
+        self._resolved += 1
+
+    def _forget_source(self, part: Part, message: int) -> None:
+        """A message never reached its worker: no gradient can come for it."""
+        source = None if self._run is None else self._run.sources.get(message)
+        if source is None or part.complete or source.state is not State.PENDING:
+            return
+        assert self._run is not None
+        self._run.resolve(message, None)
         self._resolved += 1
 
     def _unused(self, record: SendRecord | EnclosedSend) -> UnusedResult:

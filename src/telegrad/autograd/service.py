@@ -11,7 +11,8 @@ from torch import Tensor
 
 from telegrad.autograd.answer import Answer
 from telegrad.autograd.backward import Post
-from telegrad.autograd.container import Census, Container
+from telegrad.autograd.censuses import Censuses, read_number
+from telegrad.autograd.container import Container
 from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, Scope, worker_of
 from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.describe import DESCRIBE, Part, part_of
@@ -22,6 +23,8 @@ from telegrad.autograd.local import Run
 from telegrad.autograd.messages import (
     TOPIC,
     Begin,
+    Fail,
+    Failure,
     Gradient,
     History,
     Message,
@@ -31,19 +34,14 @@ from telegrad.autograd.messages import (
 )
 from telegrad.autograd.participant import Participant
 from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
+from telegrad.autograd.refusals import Refusals
 from telegrad.autograd.releases import Releases
 from telegrad.rpc.calls import Pending, afresh
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.results import Finish, Later
 
-TOPIC_RELEASE = "autograd.release"
-TOPIC_HOLDER = "autograd.holder"
-TOPIC_NEVER = "autograd.never"
 STALL_TIME = 5.0
-MOST_NAMED = 64
-"""So many workers are named in a census as those that were told. Where they are more, some are told
-twice: the names would cost more than that."""
 
 
 class Autograd:
@@ -55,18 +53,17 @@ class Autograd:
             node.info.id, ledger=node.ledger("contexts"), records=node.ledger("records")
         )
         self._passes = node.ledger("passes")
-        self._releases = Releases(node.runtime, self._tell_census)
+        self._censuses = Censuses(self)
+        self._releases = Releases(node.runtime, self._censuses.tell)
         self.stall_time = STALL_TIME
         first: int = (node.info.id << WORKER_SHIFT) + 1
         self.next_message = itertools.count(first).__next__
         node.on_post(TOPIC, self._on_pass_message)
-        node.on_post(TOPIC_RELEASE, self._on_release)
-        node.on_post(TOPIC_HOLDER, self._on_holder)
-        node.on_post(TOPIC_NEVER, self._on_never)
         node.on_operation(TOPIC, self._on_asked)
         node.on_operation(BACKWARD, self._on_backward)
         node.on_operation(DESCRIBE, self._on_describe)
         node.on_lost(self._on_lost)
+        self.refusals = Refusals(self)
 
     # Contexts.
 
@@ -79,7 +76,7 @@ class Autograd:
         if context is not None:
             # The flag before the look at the workers, as `leaving` looks after it has added one:
             # a message leaves either without a note or to a worker that is told.
-            self._end(context, _released(context))
+            self.end(context)
             self._releases.add(context, self.container.still_open)
 
     def end_earlier(self, context: Context) -> None:
@@ -90,44 +87,18 @@ class Autograd:
         """
         for earlier in self.container.earlier(context):
             if not earlier.released:
-                self._end(earlier, _released(earlier))
+                self.end(earlier)
 
     def _on_describe(self, sender: int, context_id: int) -> Part | None:
-        return part_of(self.container.find(_number(context_id)))
+        return part_of(self.container.find(read_number(context_id)))
 
-    def _tell_census(self, workers: set[int]) -> None:
-        self._pass_on(self.container.census(), workers, set())
-
-    def _on_release(self, sender: int, payload: tuple[Any, ...]) -> None:
-        origin, version, newest = map(_number, payload[:3])
-        census = Census(origin, version, newest, frozenset(map(_number, payload[3])))
-        were_told = set(map(_number, payload[4]))
-        told: set[int] = set()
-        for context in self.container.learn(census, keep=self._may_be_worker(origin)):
-            self._end(context, _released(context))
-            told |= context.known_workers
-        told.discard(sender)
-        self._pass_on(census, told, were_told)
-
-    def _may_be_worker(self, worker: int) -> bool:
+    def may_be_worker(self, worker: int) -> bool:
         """Where others may lie, only those who are in the job are worth remembering."""
-        if not self.node.data_only:
-            return True
-        try:
-            self.node.members.member(worker)
-        except TelegradError:
-            return False
-        return True
+        return not self.node.data_only or self.node.members.has(worker)
 
-    def _pass_on(self, census: Census, workers: set[int], told: set[int]) -> None:
-        """Tell a census to these workers, but for those that were told as it came here."""
-        workers = workers - told - {self.node.info.id}
-        told = (told | workers) if len(told) + len(workers) <= MOST_NAMED else set()
-        payload = (census.origin, census.version, census.newest, (*census.live,), (*told,))
-        for worker in sorted(workers):
-            self.node.post(worker, TOPIC_RELEASE, payload)
-
-    def _end(self, context: Context, error: TelegradError) -> None:
+    def end(self, context: Context, error: TelegradError | None = None) -> None:
+        """A context is no more; passes that take place in it end with that error."""
+        error = error or AutogradError(f"Context {context.id} was released during backward.")
         context.let_go()
         for pass_id, participant in list(context.participants.items()):
             if not participant.idle:
@@ -142,10 +113,10 @@ class Autograd:
 
     def _on_lost(self, worker: int, reason: str) -> None:
         for context in self.container.lose(worker):
-            self._end(context, self._lost_with(context.id, worker, reason))
+            self.end(context, self._lost_with(context.id, worker, reason))
         for context in self.container:
             if worker in context.known_workers and context.origin != self.node.info.id:
-                self.node.post(context.origin, TOPIC_HOLDER, context.id)
+                self._censuses.report(context.id)
             for participant in list(context.participants.values()):
                 participant.deliver(self.node.info.id, Lost(worker, reason))
 
@@ -169,27 +140,6 @@ class Autograd:
             if reason is None:
                 raise
             raise self._lost_with(context_id, origin, reason) from None
-
-    def _on_holder(self, sender: int, context_id: int) -> None:
-        """A worker holds a context of ours and lost one through whom it might have been told."""
-        context = self.container.find(_number(context_id))
-        if self.container.was_never_made(context_id):
-            self.node.post(sender, TOPIC_NEVER, context_id)
-        if context is not None:
-            context.know(sender)
-        if context is None or context.released:
-            self._tell_census({sender})
-
-    def _on_never(self, sender: int, context_id: int) -> None:
-        """Somebody spoke in the name of a worker, which knows nothing of it."""
-        if worker_of(_number(context_id)) == sender:
-            for context in self.container.forget(context_id):
-                self._end(
-                    context,
-                    AutogradError(
-                        f"Context {context.id} was never made by the worker that it names."
-                    ),
-                )
 
     # Passes.
 
@@ -238,8 +188,8 @@ class Autograd:
     def _on_backward(
         self, sender: int, reference: Any, context_id: int, retain_graph: bool
     ) -> None:
-        named = ReferenceId(*map(_number, reference))
-        backward_on_owner(self, named, _number(context_id), bool(retain_graph))
+        named = ReferenceId(*map(read_number, reference))
+        backward_on_owner(self, named, read_number(context_id), bool(retain_graph))
 
     def learn(self, context: Context, history: History) -> None:
         """A message told which earlier passes of its initiator are over."""
@@ -271,9 +221,15 @@ class Autograd:
 
     def _on_pass_message(self, sender: int, payload: Any) -> None:
         context_id, pass_id, message = decode(payload)
-        participant = self._participant(context_id, pass_id, sender)
-        if participant is not None:
-            participant.deliver(sender, message)
+        try:
+            participant = self._participant(context_id, pass_id, sender)
+            if participant is not None:
+                participant.deliver(sender, message)
+        except Exception as error:
+            if type(message) is not Fail:
+                failure = Failure.of(error, self.node.info.id, self.node.info.name)
+                self.node.post(sender, TOPIC, encode(context_id, pass_id, Fail(failure)))
+            raise
 
     def _on_asked(self, sender: int, payload: Any) -> Later | None:
         """The initiator of a pass waits for what this worker has to say."""
@@ -294,9 +250,10 @@ class Autograd:
         if context is None:
             return None
         initiator = worker_of(pass_id)
-        if pass_id not in context.participants and not self._may_be_worker(initiator):
+        if pass_id not in context.participants and not self.may_be_worker(initiator):
             raise AutogradError(
-                f"Worker {sender} speaks of a pass that worker {initiator} began, who is not in "
+                f"Worker {self.node.members.name(sender)!r} speaks of a pass that worker "
+                f"{self.node.members.name(initiator)!r} began, who is not in "
                 "this job."
             )
         with context.lock:
@@ -329,17 +286,6 @@ class Autograd:
             "num_autograd_contexts": len(self.container),
             "num_current_backward_passes": sum(part.active for part in parts),
         }
-
-
-def _released(context: Context) -> AutogradError:
-    return AutogradError(f"Context {context.id} was released during backward.")
-
-
-def _number(value: Any) -> int:
-    """What others send as a number is one: other values may take for ever to hash or to show."""
-    if type(value) is not int:
-        raise AutogradError(f"A message holds a {type(value).__name__} where a number has to be.")
-    return value
 
 
 def _scope(context: Context, message: Message) -> Scope | None:

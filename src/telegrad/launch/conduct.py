@@ -9,7 +9,6 @@ from telegrad import rpc
 from telegrad.launch.job import Conduct, Seat
 from telegrad.launch.store import visit_store
 
-WORKERS_VARIABLE = "TELEGRAD_WORKERS"
 LEAVE_SECONDS = 90.0
 
 

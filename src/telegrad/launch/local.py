@@ -25,23 +25,21 @@ import secrets
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-from telegrad.launch.conduct import RPC, WORKERS_VARIABLE
+from telegrad.launch.conduct import RPC
 from telegrad.launch.errors import LaunchError
 from telegrad.launch.job import MAIN_WORKER, Conduct, Orders, Seat
+from telegrad.launch.options import WORKERS_VARIABLE, Options, worker_names
 from telegrad.launch.processes import LocalProcesses
 from telegrad.launch.script import find_main, is_installing
 from telegrad.launch.store import host_store
 from telegrad.launch.worker import seed_everything
 from telegrad.rpc.api import is_initialized
-from telegrad.rpc.arguments import check_seconds, check_whole
 from telegrad.rpc.room import room_to
-from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire import interrupts
 from telegrad.wire.at_exit import leave_threads_behind
-from telegrad.wire.group import check_backend
 
 T = TypeVar("T")
 
@@ -101,130 +99,52 @@ def run(
             f"there are {len(names)}. Leave workers= out to let the command decide.",
             stacklevel=2,
         )
-    return run_with(
-        RPC,
-        main,
-        names,
-        env=env or {},
-        threads=threads_per_worker,
-        seed=seed,
-        timeout=timeout,
-        restarts=restarts,
-        liveness=liveness,
-        tensors=tensors,
+    options = Options(
+        names, env or {}, threads_per_worker, seed, timeout, restarts, liveness, tensors
     )
+    return run_with(RPC, main, options)
 
 
-def worker_names(workers: int | Sequence[str] | None) -> tuple[str, ...]:
-    """The names of the workers besides main."""
-    if workers is None:
-        workers = _number_from_environment()
-    if isinstance(workers, bool) or not isinstance(workers, int | Iterable):
-        raise TypeError(
-            f"workers={workers!r} is a {type(workers).__name__}: give a number or a list of names"
-        )
-    if isinstance(workers, int):
-        if workers < 0:
-            raise ValueError(f"workers={workers}: give the number of workers, 0 or more")
-        return tuple(f"worker{number}" for number in range(1, workers + 1))
-    if isinstance(workers, str):
-        raise TypeError(f"workers={workers!r} is one string: give a number or a list of names")
-    names = tuple(workers)
-    for rank, name in enumerate(names, 1):
-        WorkerInfo(name, rank)
-        if name == MAIN_WORKER or names.count(name) > 1:
-            raise ValueError(
-                f"the worker name {name!r} is given twice: each worker needs a name of its own, "
-                f"and {MAIN_WORKER!r} is the process that calls run"
-            )
-    return names
-
-
-def _number_from_environment() -> int:
-    text = os.environ.get(WORKERS_VARIABLE)
-    if text is None:
-        raise ValueError(
-            "the number of workers is not known: pass workers= to telegrad.run, or start the "
-            "script with `telegrad run SCRIPT --workers N`"
-        )
-    if not text.isdecimal():
-        raise ValueError(f"{WORKERS_VARIABLE}={text!r} is not a number of workers")
-    return int(text)
-
-
-def run_with(
-    conduct: Conduct,
-    main: Callable[[], T],
-    names: tuple[str, ...],
-    *,
-    env: Mapping[str, str],
-    threads: int,
-    seed: int | None,
-    timeout: float,
-    restarts: int = 0,
-    liveness: float = 5.0,
-    tensors: str | None = None,
-) -> T:
+def run_with(conduct: Conduct, main: Callable[[], T], options: Options) -> T:
     """Run a job whose processes join, serve and leave as `conduct` says."""
     if is_installing():
         raise LaunchError(
             "telegrad.run was called while a worker imports the script: put the call under "
             '`if __name__ == "__main__":`'
         )
-    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-        raise ValueError(
-            f"restarts={restarts!r}: give how often a worker may start anew, 0 or more"
-        )
-    _check(main, env, threads, seed, timeout, liveness)
-    if tensors is not None:
-        check_backend(tensors)
+    if not callable(main):
+        raise TypeError(f"main={main!r} cannot be called: give the function that is to run here")
     interrupts.install("launch")
     try:
-        return _run(conduct, main, names, env, threads, seed, timeout, restarts, liveness, tensors)
+        return _run(conduct, main, options)
     finally:
         interrupts.uninstall("launch")
 
 
-def _run(
-    conduct: Conduct,
-    main: Callable[[], T],
-    names: tuple[str, ...],
-    env: Mapping[str, str],
-    threads: int,
-    seed: int | None,
-    timeout: float,
-    restarts: int,
-    liveness: float,
-    tensors: str | None,
-) -> T:
-    life = 0 if restarts else None
-    what = f"start a job of {len(names) + 1} processes"
+def _run(conduct: Conduct, main: Callable[[], T], options: Options) -> T:
+    what = f"start a job of {options.world_size} processes"
     with room_to(what, _NEEDED_TO_START):
-        store = host_store(timeout)
-    key = secrets.token_bytes(32)
-    seats = [
-        Seat(name, rank, len(names) + 1, store.port, key, timeout, liveness, life, tensors)
-        for rank, name in enumerate((MAIN_WORKER, *names))
-    ]
-    if seed is not None:
-        seed_everything(seed)
-    orders = _orders(conduct, tuple(seats[1:]), threads, seed)
+        store = host_store(options.timeout)
+    own, *others = _seats(options, store.port)
+    if options.seed is not None:
+        seed_everything(options.seed)
+    orders = _orders(conduct, tuple(others), options)
     news: _News = queue.SimpleQueue()
     with room_to(what):
-        processes = LocalProcesses(orders, env, lambda why: news.put(LaunchError(why)))
+        processes = LocalProcesses(orders, options.env, lambda why: news.put(LaunchError(why)))
     joining = threading.Thread(
-        target=_join, args=(conduct, seats[0], news), name="telegrad-join", daemon=True
+        target=_join, args=(conduct, own, news), name="telegrad-join", daemon=True
     )
     joining.start()
     try:
-        _wait_for_start(news, len(names), timeout)
-        if restarts:
-            processes.supervise(restarts)
+        _wait_for_start(news, len(others), options.timeout)
+        if options.restarts:
+            processes.supervise(options.restarts)
             if conduct.on_lost is not None:
-                size = len(seats)
+                size = options.world_size
                 conduct.on_lost(lambda worker: processes.replace(worker % size, worker // size))
         result = _call(main)
-        if restarts:
+        if options.restarts:
             processes.supervise(0)
         conduct.leave(True)
         processes.wait(_LEAVE_SECONDS)
@@ -243,24 +163,26 @@ def _run(
     return result
 
 
-def _check(
-    main: object, env: object, threads: int, seed: int | None, timeout: float, liveness: float
-) -> None:
-    if not callable(main):
-        raise TypeError(f"main={main!r} cannot be called: give the function that is to run here")
-    if not isinstance(env, Mapping):
-        raise TypeError(f"env is a {type(env).__name__}: give a dict of names and values")
-    for name, value in env.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"env={{{name!r}: {value!r}}}: give names and values as strings")
-    check_whole("threads_per_worker", threads, least=1)
-    if seed is not None:
-        check_whole("seed", seed)
-    check_seconds("timeout", timeout)
-    check_seconds("liveness", liveness)
+def _seats(options: Options, port: int) -> list[Seat]:
+    """The place of each process, main's first."""
+    key = secrets.token_bytes(32)
+    return [
+        Seat(
+            name=name,
+            rank=rank,
+            world_size=options.world_size,
+            store_port=port,
+            key=key,
+            timeout=options.timeout,
+            liveness=options.liveness,
+            life=0 if options.restarts else None,
+            tensors=options.tensors,
+        )
+        for rank, name in enumerate((MAIN_WORKER, *options.names))
+    ]
 
 
-def _orders(conduct: Conduct, seats: tuple[Seat, ...], threads: int, seed: int | None) -> Orders:
+def _orders(conduct: Conduct, seats: tuple[Seat, ...], options: Options) -> Orders:
     return Orders(
         seats=seats,
         conduct=pickle.dumps(conduct),
@@ -269,8 +191,8 @@ def _orders(conduct: Conduct, seats: tuple[Seat, ...], threads: int, seed: int |
         path=tuple(sys.path),
         argv=tuple(sys.argv),
         directory=os.getcwd(),
-        threads=threads,
-        seed=secrets.randbits(48) if seed is None else seed,
+        threads=options.threads,
+        seed=secrets.randbits(48) if options.seed is None else options.seed,
     )
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar, cast
 
@@ -58,6 +58,20 @@ class MicroBatch:
 
     x: Any
     kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """What is wanted of micro-batches: their targets, the loss, and how much each counts in it."""
+
+    targets: list[Any]
+    loss: Loss
+    weights: list[float]
+    context_id: int
+
+    def of(self, number: int) -> _Goal:
+        """Of one of them."""
+        return replace(self, targets=[self.targets[number]], weights=[self.weights[number]])
 
 
 class Pipeline(nn.Module):
@@ -155,41 +169,26 @@ class Pipeline(nn.Module):
         _check_rows(target, batch_size(x), "The target")
         targets = split(target, len(inputs))
         weights = _weights([batch_size(part.x) for part in inputs], how)
+        goal = _Goal(targets, loss, weights, context_id)
         if self.schedule is Schedule.GPIPE:
-            losses = self._all_then_back(context_id, inputs, targets, loss, weights)
+            losses = self._all_then_back(inputs, goal)
         else:
-            losses = self._one_by_one(context_id, inputs, targets, loss, weights)
+            losses = self._one_by_one(inputs, goal)
         return torch.stack(losses).sum()
 
-    def _all_then_back(
-        self,
-        context_id: int,
-        inputs: list[MicroBatch],
-        targets: list[Any],
-        loss: Loss,
-        weights: list[float],
-    ) -> list[Tensor]:
+    def _all_then_back(self, inputs: list[MicroBatch], goal: _Goal) -> list[Tensor]:
         run = next(self._runs)
         outputs = [self._send(Turn(run, i), part) for i, part in enumerate(inputs)]
-        call = (outputs, targets, loss, weights, context_id)
-        return self._at_the_end(call).wait()  # type: ignore[no-any-return]
+        return self._at_the_end(outputs, goal).wait()  # type: ignore[no-any-return]
 
-    def _one_by_one(
-        self,
-        context_id: int,
-        inputs: list[MicroBatch],
-        targets: list[Any],
-        loss: Loss,
-        weights: list[float],
-    ) -> list[Tensor]:
+    def _one_by_one(self, inputs: list[MicroBatch], goal: _Goal) -> list[Tensor]:
         run, under_way = next(self._runs), len(self._hosted)
         futures: list[Any] = []
         for number, part in enumerate(inputs):
             if number >= under_way:
                 futures[number - under_way].wait()
             output = self._send(Turn(run, number), part)
-            call = ([output], [targets[number]], loss, [weights[number]], context_id)
-            futures.append(self._at_the_end(call))
+            futures.append(self._at_the_end([output], goal.of(number)))
         return [future.wait()[0] for future in futures]
 
     def _send(self, turn: Turn, part: MicroBatch) -> Lazy[Any]:
@@ -201,9 +200,10 @@ class Pipeline(nn.Module):
             value = lazily(hosted, self.timeout, (turn, around, (value,), {}))
         return value
 
-    def _at_the_end(self, call: tuple[Any, ...]) -> Any:
+    def _at_the_end(self, outputs: list[Lazy[Any]], goal: _Goal) -> Any:
         worker = self._hosted[-1].owner()
-        return rpc_async(worker, turn_around, (*call, ambient()), timeout=self.timeout)
+        call = (outputs, goal.targets, goal.loss, goal.weights, goal.context_id, ambient())
+        return rpc_async(worker, turn_around, call, timeout=self.timeout)
 
     def _inputs(self, x: Any, kwargs: dict[str, Any]) -> list[MicroBatch]:
         rows = batch_size(x)

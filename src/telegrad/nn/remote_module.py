@@ -19,10 +19,10 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,8 @@ from telegrad.rpc import CallFuture, RRef, WorkerInfo, rpc_sync
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.rref import begin_method, finish_method
 from telegrad.wire.codec import extend
+
+T = TypeVar("T")
 
 _numbers = itertools.count()
 _TENSORS = {torch.Tensor}
@@ -149,9 +151,7 @@ class RemoteModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
         """Names and references to the parameters, which stay on their worker."""
-        lead = f"{prefix}." if prefix else ""
-        for name, rref in self._ask.named_parameters(recurse):
-            yield lead + name, rref
+        yield from _under(prefix, self._ask.named_parameters(recurse))
 
     def parameters(  # type: ignore[override]
         self, recurse: bool = True
@@ -163,9 +163,7 @@ class RemoteModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
         """Names and references to the buffers, which stay on their worker."""
-        lead = f"{prefix}." if prefix else ""
-        for name, rref in self._ask.named_buffers(recurse):
-            yield lead + name, rref
+        yield from _under(prefix, self._ask.named_buffers(recurse))
 
     def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
         for _, rref in self.named_buffers(recurse=recurse):
@@ -317,6 +315,13 @@ def _check_arguments(
         raise TypeError(
             f"compile={compile!r}: give True, False or a dict of options of torch.compile."
         )
+
+
+def _under(prefix: str, found: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """What has names inside of a module, by its names from outside."""
+    lead = f"{prefix}." if prefix else ""
+    for name, each in found:
+        yield lead + name, each
 
 
 def _empty_state() -> Any:

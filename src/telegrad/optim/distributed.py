@@ -33,14 +33,14 @@ from torch.optim import Optimizer
 from telegrad.autograd.api import autograd_of, retrieve_context
 from telegrad.autograd.context import current_context
 from telegrad.optim.errors import OptimizerError, StepFailed
-from telegrad.optim.owned import Founded, Group, Member, Options, OwnedOptimizer, found_part
+from telegrad.optim.options import changed_options, snapshot, without_params
+from telegrad.optim.owned import Group, Member, Options, OwnedOptimizer
 from telegrad.optim.parameters import references_of
+from telegrad.optim.parts import Parts
 from telegrad.optim.torch_private import announced_if_anyone_listens
 from telegrad.optim.treatment import Clamp, Treatment, clipping
-from telegrad.rpc import RRef, WorkerLost, get_worker_info, rpc_async
-from telegrad.rpc.calls import Pending
+from telegrad.rpc import RRef, WorkerLost, get_worker_info
 from telegrad.rpc.outside import outside_of_graphs, refuse_in_graph
-from telegrad.rpc.rref import begin_method, begin_method_async, finish_method
 
 
 def _traced() -> Any:
@@ -75,7 +75,7 @@ class DistributedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         refuse_in_graph("DistributedOptimizer")
-        self._parts: dict[str, RRef[OwnedOptimizer]] = {}
+        self._parts = Parts(optimizer_class, args, kwargs)
         self._members: list[list[Member]] = []
         self._named: list[bool] = []
         self.changes: list[Tensor] = []
@@ -85,7 +85,6 @@ class DistributedOptimizer(Optimizer):
         self._failure: StepFailed | None = None
         self._atomic = atomic
         self._numbers = itertools.count()
-        self._make = (optimizer_class, args, kwargs)
         super().__init__(_as_groups(params), {})
         self._found_parts()
 
@@ -109,7 +108,7 @@ class DistributedOptimizer(Optimizer):
             unique = name if name and name not in taken else f"{name or ''} parameter {index}"
             taken.add(unique)
             group.append(Member(index, unique.strip(), rref))
-        made = self._extend(len(self._members), group, options) if self._parts else {}
+        made = self._extend(len(self._members), group, options) if self._parts.by_owner else {}
         self._members.append(group)
         self.changes += [m.rref.local_value() for m in group if m.rref.is_owner()]
         self._named.append(all(name for name, _ in references))
@@ -119,26 +118,13 @@ class DistributedOptimizer(Optimizer):
     def _found_parts(self) -> None:
         groups: dict[str, list[Group]] = {}
         for index, members in enumerate(self._members):
-            options = _without_params(self.param_groups[index])
+            options = without_params(self.param_groups[index])
             for owner, group in _by_owner(index, members, options).items():
                 groups.setdefault(owner, []).append(group)
-        made = self._found(groups)
+        made = self._parts.found(groups)
         self.defaults = next(iter(made.values())).defaults
         for founded in made.values():
             self._adopt(founded.options)
-
-    def _found(self, groups: Mapping[str, list[Group]]) -> dict[str, Founded]:
-        make, args, kwargs = self._make
-        here = get_worker_info().name
-        futures = {
-            owner: rpc_async(owner, found_part, (make, part, args, kwargs))
-            for owner, part in groups.items()
-            if owner != here
-        }
-        made = {here: found_part(make, groups[here], args, kwargs)} if here in groups else {}
-        made.update({owner: future.wait() for owner, future in futures.items()})
-        self._parts.update({owner: founded.part for owner, founded in made.items()})
-        return made
 
     def _extend(self, index: int, members: list[Member], options: Options) -> dict[int, Options]:
         """Have every owner of its parameters add a group, or none; what torch made of its options.
@@ -146,17 +132,20 @@ class DistributedOptimizer(Optimizer):
         An owner that could not leaves the optimizer as it was.
         """
         groups = _by_owner(index, members, options)
-        added, failed = self._attempt(
+        added, failed = self._parts.attempt(
             "add_group",
-            {owner: (group,) for owner, group in groups.items() if owner in self._parts},
+            {owner: (group,) for owner, group in groups.items() if owner in self._parts.by_owner},
         )
         try:
             for error in failed.values():
                 raise error
             new = {owner: [group] for owner, group in groups.items() if owner not in added}
-            made = [*added.values(), *(founded.options for founded in self._found(new).values())]
+            made = [
+                *added.values(),
+                *(founded.options for founded in self._parts.found(new).values()),
+            ]
         except BaseException:
-            self._attempt("drop_group", dict.fromkeys(added, (index,)))
+            self._parts.attempt("drop_group", dict.fromkeys(added, (index,)))
             raise
         return {index: made[0][index]}
 
@@ -164,7 +153,7 @@ class DistributedOptimizer(Optimizer):
         """Take over what torch made of the options on an owner."""
         for index, known in options.items():
             self.param_groups[index].update(known)
-        self._sent = [_snapshot(group) for group in self.param_groups]
+        self._sent = [snapshot(group) for group in self.param_groups]
 
     # Gradients.
 
@@ -176,7 +165,7 @@ class DistributedOptimizer(Optimizer):
         """
         _refuse_in_graph("zero_grad")
         self._treatments.clear()
-        self._on_all("zero_grad")
+        self._parts.on_all("zero_grad")
 
     def accumulate(self, context_id: int) -> None:
         """Add the gradients of a context to those that the next step will apply.
@@ -187,7 +176,7 @@ class DistributedOptimizer(Optimizer):
             _traced().perform(self, "accumulate", context_id, [])
             return
         retrieve_context(context_id)
-        self._on_all("accumulate", context_id)
+        self._parts.on_all("accumulate", context_id)
 
     def clip_grad_norm_(
         self,
@@ -204,7 +193,7 @@ class DistributedOptimizer(Optimizer):
         _refuse_in_graph("clip_grad_norm_")
         _check_context(context_id)
         asked = (context_id, tuple(self._treatments.get(context_id, ())), norm_type)
-        answers = self._on_all("norms", *asked)
+        answers = self._parts.on_all("norms", *asked)
         by_index = {i: norm for answer in answers.values() for i, norm in answer.items()}
         norms = [by_index[index] for index in sorted(by_index)]
         total = (
@@ -228,7 +217,7 @@ class DistributedOptimizer(Optimizer):
         _refuse_in_graph("all_finite")
         _check_context(context_id)
         asked = (context_id, tuple(self._treatments.get(context_id, ())))
-        return all(self._on_all("all_finite", *asked).values())
+        return all(self._parts.on_all("all_finite", *asked).values())
 
     @outside_of_graphs
     def treat(self, context_id: int | None, treatment: Treatment) -> None:
@@ -269,16 +258,18 @@ class DistributedOptimizer(Optimizer):
         _check_context(context_id)
         self._refuse_after_failure()
         treatments = tuple(self._treatments.pop(context_id, ()))
-        changed = self._changed_options()
+        changed = changed_options(self.param_groups, self._sent)
         number = next(self._numbers) if self._atomic else None
         if treatments or changed or number is not None or not _is_current(context_id):
             calls = {
                 owner: (context_id, treatments, self._of_owner(changed, owner), number)
-                for owner in self._parts
+                for owner in self._parts.by_owner
             }
-            stepped, failed = self._attempt("step", calls)
+            stepped, failed = self._parts.attempt("step", calls)
         else:
-            stepped, failed = self._attempt("step_here", dict.fromkeys(self._parts, ()))
+            stepped, failed = self._parts.attempt(
+                "step_here", dict.fromkeys(self._parts.by_owner, ())
+            )
         if number is None:
             if failed:
                 self._fail(failed, tuple(stepped))
@@ -286,23 +277,9 @@ class DistributedOptimizer(Optimizer):
             self._treatments.setdefault(context_id, []).extend(treatments)
             self._undo(number, failed)
         else:
-            self._keep(number)
+            self._parts.keep(number)
         for index, options in changed.items():
-            self._sent[index].update(_snapshot(options))
-
-    def _changed_options(self) -> dict[int, Options]:
-        changed: dict[int, Options] = {}
-        for index, (group, sent) in enumerate(zip(self.param_groups, self._sent, strict=True)):
-            news = {
-                key: value
-                for key, value in group.items()
-                if value is not (known := sent.get(key, _ABSENT))
-                and key != "params"
-                and not _same(value, known)
-            }
-            if news:
-                changed[index] = news
-        return changed
+            self._sent[index].update(snapshot(options))
 
     def _of_owner(self, options: Mapping[int, Options], owner: str) -> dict[int, Options]:
         """The options of the groups in which a worker has parameters."""
@@ -312,21 +289,15 @@ class DistributedOptimizer(Optimizer):
             if any(member.rref.owner_name() == owner for member in self._members[index])
         }
 
-    def _keep(self, number: int) -> None:
-        """All have made the step: let them forget how to undo it. Nobody waits for that."""
-        for part in self._parts.values():
-            if part.is_owner():
-                part.local_value().forget_undo(number)
-            else:
-                begin_method_async(part, None, "forget_undo", (number,), {})
-
     def _undo(self, number: int, failed: dict[str, BaseException]) -> NoReturn:
         """Have all live owners take a step back.
 
         Also those that failed: who did not answer in time may have made it, or may yet be about to.
         """
-        live = [owner for owner in self._parts if not isinstance(failed.get(owner), WorkerLost)]
-        _, unanswered = self._attempt("undo", dict.fromkeys(live, (number,)))
+        live = [
+            owner for owner in self._parts.by_owner if not isinstance(failed.get(owner), WorkerLost)
+        ]
+        _, unanswered = self._parts.attempt("undo", dict.fromkeys(live, (number,)))
         failed = {**unanswered, **failed}
         if not all(isinstance(error, WorkerLost) for error in unanswered.values()):
             self._fail(failed, ())
@@ -348,12 +319,14 @@ class DistributedOptimizer(Optimizer):
     @outside_of_graphs
     def state_dict(self) -> dict[str, Any]:
         """The state of all owners, as the same optimizer in one process would give it."""
-        state = {i: kept for part in self._on_all("state").values() for i, kept in part.items()}
+        state = {
+            i: kept for part in self._parts.on_all("state").values() for i, kept in part.items()
+        }
         groups = []
         for group, members, named in zip(
             self.param_groups, self._members, self._named, strict=True
         ):
-            packed = {**_without_params(group), "params": [member.index for member in members]}
+            packed = {**without_params(group), "params": [member.index for member in members]}
             if named:
                 packed["param_names"] = [member.name for member in members]
             groups.append(packed)
@@ -372,17 +345,17 @@ class DistributedOptimizer(Optimizer):
         state = {
             i: state_dict["state"][n] for i, n in enumerate(numbers) if n in state_dict["state"]
         }
-        self._load(state, {index: _without_params(group) for index, group in enumerate(groups)})
+        self._load(state, {index: without_params(group) for index, group in enumerate(groups)})
 
     def _load(self, state: Mapping[int, Any], options: Mapping[int, Options]) -> None:
         calls = {
             owner: (self._state_of(state, owner), self._of_owner(options, owner))
-            for owner in self._parts
+            for owner in self._parts.by_owner
         }
         here = get_worker_info().name
         if here in calls:  # What travels is a copy; what stays would be shared with the given one.
             calls[here] = copy.deepcopy(calls[here])
-        self._on_owners("load_state", calls)
+        self._parts.on_owners("load_state", calls)
         self._adopt(options)
         self._treatments.clear()
         self._failure = None
@@ -390,11 +363,11 @@ class DistributedOptimizer(Optimizer):
     @property
     def parts(self) -> dict[str, RRef[OwnedOptimizer]]:
         """The part of each owner, by its name."""
-        return dict(self._parts)
+        return dict(self._parts.by_owner)
 
     def options(self) -> list[Options]:
         """The options of each group."""
-        return [_without_params(group) for group in self.param_groups]
+        return [without_params(group) for group in self.param_groups]
 
     def resume(self, options: Mapping[int, Options]) -> None:
         """The owners' state was put back from outside: go on from there with these options."""
@@ -407,50 +380,6 @@ class DistributedOptimizer(Optimizer):
         members = [member for group in self._members for member in group]
         owned = {member.index for member in members if member.rref.owner_name() == owner}
         return {index: kept for index, kept in state.items() if index in owned}
-
-    # Asking the owners.
-
-    def _on_all(self, method: str, *args: Any) -> dict[str, Any]:
-        return self._on_owners(method, dict.fromkeys(self._parts, args))
-
-    def _on_owners(self, method: str, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        answers, failed = self._attempt(method, calls)
-        for error in failed.values():
-            raise error
-        return answers
-
-    def _attempt(
-        self, method: str, calls: Mapping[str, tuple[Any, ...]]
-    ) -> tuple[dict[str, Any], dict[str, BaseException]]:
-        """Call a method of several parts at once; what each returned, or raised."""
-        begun: dict[str, Pending] = {}
-        leaving: list[Callable[[], None]] = []
-        here: list[str] = []
-        answers: dict[str, Any] = {}
-        failed: dict[str, BaseException] = {}
-        for owner, args in calls.items():
-            part = self._parts[owner]
-            if part.is_owner():
-                here.append(owner)
-                continue
-            try:
-                begun[owner] = begin_method(part, None, method, args, None, None, leaving)
-            except Exception as error:
-                failed[owner] = error
-        # Together: who gets the first may be put on this core, before the others have theirs.
-        for leave in leaving:
-            leave()
-        # This worker's own part runs while the others work.
-        for owner in (*here, *begun):
-            part = self._parts[owner]
-            try:
-                if owner in begun:
-                    answers[owner] = finish_method(part, begun[owner])
-                else:
-                    answers[owner] = getattr(part.local_value(), method)(*calls[owner])
-            except Exception as error:
-                failed[owner] = error
-        return answers, failed
 
 
 # A scheduler of torch wraps `step` to know that it was called, unless one has done so before.
@@ -472,9 +401,6 @@ def _is_current(context_id: int | None) -> bool:
     return context is not None and context.id == context_id
 
 
-_ABSENT = object()
-
-
 def _check_context(context_id: int | None) -> None:
     if context_id is not None:
         retrieve_context(context_id)
@@ -493,29 +419,6 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
         return [{"params": params}]
     items = list(params)
     return items if items and isinstance(items[0], dict) else [{"params": items}]
-
-
-def _without_params(group: Mapping[str, Any]) -> Options:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
-
-
-def _snapshot(options: Mapping[str, Any]) -> Options:
-    """Options as they are now: schedulers change a tensor in place."""
-    return {key: _as_it_is(value) for key, value in _without_params(options).items()}
-
-
-def _as_it_is(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
-        return tuple(map(_as_it_is, value))
-    return value
-
-
-def _same(value: Any, sent: Any) -> bool:
-    if isinstance(value, Tensor):
-        return isinstance(sent, Tensor) and torch.equal(value, sent)
-    return type(value) is type(sent) and bool(value == sent)
 
 
 def _worst(norms: Mapping[int, Tensor]) -> int:

@@ -150,10 +150,9 @@ class Agent:
 
     def interrupted(self, pending: Pending) -> None:
         """Its caller is gone before the call has left: nobody will answer it."""
-        if self.node.calls.take(pending.callee.id, pending.call_id) is not None:
-            self.node.never_left(pending)
-        else:
-            self.node.calls.take_late(pending.callee.id, pending.call_id)
+        # If it is settled, its deadline passed just before, or its worker was lost.
+        self.node.calls.take(pending.callee.id, pending.call_id)
+        self.node.never_left(pending)
 
     def post(self, to: int, packed: Packed, note: bytes) -> None:
         try:
@@ -511,6 +510,8 @@ class Agent:
         and must not take them along.
         """
         if worker == self.node.info.id or self.is_ended(worker):
+            return
+        if self.node.data_only and not self.node.members.has(worker):
             return
         name, says = self.node.members.name(worker), self.node.members.name(sender)
         if sender > worker and self._answers(worker):

@@ -23,6 +23,7 @@ from telegrad.rpc.meeting import Meeting
 from telegrad.rpc.members import Members
 from telegrad.rpc.node import (
     DEFAULT_TIMEOUT,
+    LIVENESS,
     Node,
     current_node,
     find_node,
@@ -45,7 +46,6 @@ To = str | int | WorkerInfo
 Args = tuple[Any, ...] | list[Any]
 
 HOST_VARIABLE = "TELEGRAD_HOST"
-LIVENESS = 5.0
 PAUSE = 0.005
 PAUSE_FOR_RETURN = 0.02
 PATIENCE_AT_THE_END = 1.0
@@ -129,7 +129,13 @@ def init_rpc(
                 threads = Threads()
                 runtime = ThreadRuntime(threads)
                 node = Node(
-                    visit.info, members, runtime, trust=trusted, limits=limits, timeout=rpc_timeout
+                    visit.info,
+                    members,
+                    runtime,
+                    trust=trusted,
+                    limits=limits,
+                    timeout=rpc_timeout,
+                    liveness=liveness,
                 )
                 agent = Agent(node, threads, meeting, liveness)
                 node.transport = runtime.transport = agent

@@ -15,7 +15,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from threading import Lock
+from threading import Lock, RLock
 
 from telegrad.rpc.errors import CallTimeout, RemoteError, TelegradError, WorkerLost
 from telegrad.rpc.reference_messages import Transfer
@@ -40,6 +40,7 @@ class Pending:
         "frame",
         "latch",
         "late",
+        "note",
         "target",
         "timeout",
     )
@@ -60,6 +61,8 @@ class Pending:
         self.carried: Sequence[Transfer] | None = ()
         self.latch: Lock | None = None
         self.late: Late | None = None
+        # What a layer above said of it, should it never leave.
+        self.note = b""
 
     def settle(self, frame: Frame | None, error: TelegradError | None = None) -> None:
         """Store the outcome, then wake who waits. Only for the one who took it from the table."""
@@ -72,6 +75,14 @@ class Pending:
         """Settle the call, and leave it to the caller of this to wake who waits."""
         self.frame = frame
         self.done = True
+
+    def make_latch(self) -> Lock:
+        """What the threads that wait for this call sleep on: one for all, however they wait."""
+        if self.latch is None:
+            with _making:
+                if self.latch is None:
+                    self.latch = latched()
+        return self.latch
 
     def wake(self) -> None:
         # A waiter stores its latch and then looks at `done`; we set `done` and then look for the
@@ -134,6 +145,10 @@ def without_frames(error: BaseException) -> BaseException:
             link.__context__ = None
         chain += (link.__cause__, link.__context__)
     return error
+
+
+# A handler of a signal may call, and wait, while its thread has this.
+_making = RLock()
 
 
 def latched() -> Lock:

@@ -34,6 +34,14 @@ class Crossing(Protocol):
         """A message with a note arrived: what its tensors are from now on, and its scope."""
         ...
 
+    def never_left(self, node: Node, to: int, note: bytes) -> None:
+        """A message for which `leaving` gave this note will not leave."""
+        ...
+
+    def never_arrived(self, node: Node, sender: int, note: bytes) -> None:
+        """A message with this note came, and was refused before its tensors could arrive."""
+        ...
+
     def enter(self, node: Node, scope: Scope) -> AbstractContextManager[object]:
         """While a request that came under this scope runs."""
         ...
@@ -52,6 +60,12 @@ class NoCrossing:
         self, node: Node, sender: int, note: bytes, tensors: list[Tensor]
     ) -> tuple[list[Tensor], None]:
         return tensors, None
+
+    def never_left(self, node: Node, to: int, note: bytes) -> None:
+        return None
+
+    def never_arrived(self, node: Node, sender: int, note: bytes) -> None:
+        return None
 
     def enter(self, node: Node, scope: Scope) -> AbstractContextManager[object]:
         return nullcontext()

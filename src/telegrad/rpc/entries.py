@@ -16,10 +16,12 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from telegrad.rpc.errors import RendezvousError
+from telegrad.rpc.errors import RendezvousError, TelegradError
+from telegrad.rpc.heartbeat import read_pulse
 from telegrad.rpc.members import Member
-from telegrad.rpc.vitals import Process
+from telegrad.rpc.vitals import read_process
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.address import parse_address
 from telegrad.wire.keys import JobKey
 
 
@@ -50,19 +52,47 @@ class Entries:
         data = {name: value for name, value in entry.items() if name != "seal"}
         if not hmac.compare_digest(self._seal(data).encode(), entry["seal"].encode()):
             raise _forged()
-        process = data["process"]
-        return Member(
-            WorkerInfo(data["name"], data["id"]),
-            data["incarnation"],
-            tuple(data["addresses"]),
-            data["host"],
-            None if process is None else Process(**process),
-            data["pulse"],
-        )
+        try:
+            return _read_member(data)
+        except (ValueError, TelegradError) as error:
+            raise RendezvousError(
+                f"the store holds an entry of this job that describes no worker: {error}"
+            ) from None
 
     def _seal(self, data: dict[str, Any]) -> str:
         text = json.dumps([self._job, data], sort_keys=True)
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _read_member(data: dict[str, Any]) -> Member:
+    """All of it, before any of it is used: its worker has the key, and may lie all the same."""
+    match data:
+        case {
+            "name": str(name),
+            "id": int(number),
+            "incarnation": int(incarnation),
+            "addresses": [*addresses],
+            "host": str(host),
+            "process": process,
+            "pulse": str(pulse),
+        } if 0 <= incarnation < 1 << 64:
+            pass
+        case _:
+            raise ValueError("something is missing, or is of another kind")
+    for address in addresses:
+        if type(address) is not str:
+            raise ValueError("an address is no text")
+        parse_address(address)
+    if pulse:
+        read_pulse(pulse)
+    return Member(
+        WorkerInfo(name, number),
+        incarnation,
+        tuple(addresses),
+        host,
+        None if process is None else read_process(process),
+        pulse,
+    )
 
 
 def _forged() -> RendezvousError:

@@ -97,3 +97,12 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"on worker {self.worker!r}:\n\n{self.text}"
+
+
+def in_few_words(text: str, most: int = 4000) -> str:
+    """A text of another worker, without its middle if it is longer than that: it is kept, told on
+    and shown, and may have been written to be a burden."""
+    if len(text) <= most:
+        return text
+    kept = most // 2
+    return f"{text[:kept]} [... {len(text) - 2 * kept:,} characters ...] {text[-kept:]}"

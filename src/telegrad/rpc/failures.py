@@ -18,7 +18,7 @@ import traceback
 from types import FunctionType
 from typing import Any
 
-from telegrad.rpc.errors import RemoteError, RemoteTraceback
+from telegrad.rpc.errors import RemoteError, RemoteTraceback, in_few_words
 from telegrad.wire.codec import CodecError, Trust, Unpackable, pack, unpack
 
 # An error that holds more than this in tensors is described instead.
@@ -41,6 +41,12 @@ def describe_error(worker: str, error: BaseException, trust: Trust) -> dict[str,
         "traceback": _traceback_of(error),
         "forms": _forms_of(error, trust),
     }
+
+
+def in_brief(told: dict[str, object]) -> dict[str, object]:
+    """An error that is too long for a message, in a few of its words."""
+    words = {name: in_few_words(str(text)) for name, text in told.items() if name != "forms"}
+    return {**words, "forms": []}
 
 
 def told_error(value: Any) -> dict[str, Any]:

@@ -10,11 +10,11 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from ipaddress import ip_address
 
 from telegrad.rpc.members import Member
 from telegrad.rpc.pulse import SIZE, question, read_answer
 from telegrad.rpc.silence import Ask, GiveUp, Listening
-from telegrad.rpc.vitals import Vital
 
 
 class Heartbeat:
@@ -55,8 +55,7 @@ class Heartbeat:
             self._workers.pop(self._asked.pop(worker)[0], None)
         for worker, member in present.items():
             if worker not in self._asked:
-                host, _, port = member.pulse.rpartition(" ")
-                self._asked[worker] = (member.incarnation, (host, int(port)))
+                self._asked[worker] = (member.incarnation, read_pulse(member.pulse))
                 self._workers[member.incarnation] = worker
                 self._core.follow(worker)
 
@@ -113,5 +112,14 @@ class Heartbeat:
 
 def is_asked(member: Member) -> bool:
     """Whether only its companion can tell how this worker is."""
-    seen = member.process is not None and member.process.vital() is not Vital.UNKNOWN
-    return bool(member.pulse) and not seen
+    return bool(member.pulse) and (member.process is None or not member.process.is_visible)
+
+
+def read_pulse(text: str) -> tuple[str, int]:
+    """Where a companion answers, as its worker says; `ValueError` if nobody can answer there."""
+    host, _, port = text.rpartition(" ")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
+        raise ValueError("a companion is at no port")
+    # Not by name: to look one up may take for ever.
+    ip_address(host)
+    return host, int(port)

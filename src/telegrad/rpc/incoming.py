@@ -143,7 +143,7 @@ class Incoming:
                 self.agent.watch.poke()
             local.incoming, local.token = self, me
             try:
-                self._serve(frame, me)
+                is_counted = self._serve(frame, me)
             finally:
                 local.incoming = None
             if local.timed is not None:
@@ -152,7 +152,7 @@ class Incoming:
             with self._lock:
                 if self._leader is me:
                     self._turn += 1
-                else:
+                elif is_counted:
                     self._aside.add(-1)
         self._flush()
 
@@ -166,7 +166,9 @@ class Incoming:
         session = self.link.session
         return session.kept_frames > MOST_ANSWERS or session.kept_bytes > MOST_ANSWER_BYTES
 
-    def _serve(self, frame: Frame, me: object) -> None:
+    def _serve(self, frame: Frame, me: object) -> bool:
+        """Run a request, and answer it. Whether it is still counted among those that run aside, if
+        another thread has come to lead."""
         node, worker = self.agent.node, self.member.info.id
         if self._aside.count >= self._most_aside and frame.kind == Kind.CALL:
             reply: Reply | None = self._refuse(node.too_many_calls, frame)
@@ -176,11 +178,17 @@ class Incoming:
             reply = node.serve(worker, frame)
             if reply is None and frame.kind == Kind.CALL:
                 self._aside.add(1)
+        is_counted = True
         if reply is not None:
-            later = self._leader is me and self.link.has_frame()
-            self.reply(frame.call_id, reply, later)
+            leads = self._leader is me
+            if not leads:
+                # Before its caller hears of it, and may send the next one.
+                self._aside.add(-1)
+                is_counted = False
+            self.reply(frame.call_id, reply, leads and self.link.has_frame())
         elif not self.link.has_frame():
             self._flush()
+        return is_counted
 
     def _weigh_and_serve(self, frame: Frame) -> Reply | None:
         """Serve a call of one who may not fill the memory here."""

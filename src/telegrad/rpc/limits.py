@@ -33,7 +33,7 @@ class Limits:
     """Tensors, and other large buffers, in one message."""
     calls_in_flight: int = 1 << 14
     """Calls of one worker that run or wait here at a time, coroutines among them. Those beyond are
-    refused one by one."""
+    refused one by one. A caller that has the same limits waits before it comes to that."""
     bytes_in_flight: int = 1 << 46
     """Bytes that these calls brought; one call alone may bring more. By default they are weighed
     only between workers that take data only: others bound what they send themselves (`cargo`)."""
@@ -54,6 +54,11 @@ class Limits:
                 raise ValueError(f"Limits({name}={value!r}): give a number of at least 1")
         if self.nesting > 200:
             raise ValueError(f"Limits(nesting={self.nesting}): Python's stack ends at about 200")
+
+    @property
+    def calls_an_honest_caller_makes(self) -> int:
+        """At a time; a few less than it may, as one that was answered may still count there."""
+        return self.calls_in_flight - self.calls_in_flight // 8
 
     @property
     def weighs_calls(self) -> bool:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from telegrad.rpc.agreement import Verdict, judge
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.errors import TelegradError, in_few_words
 from telegrad.rpc.heartbeat import Heartbeat, is_asked
 from telegrad.rpc.meeting import PULSE_KEY
 from telegrad.rpc.members import Member
 from telegrad.rpc.node import report_background_error
 from telegrad.rpc.silence import GiveUp
 from telegrad.rpc.vitals import Vital
+from telegrad.rpc.worker import is_worker_id
 from telegrad.wire.keys import JobKey
 from telegrad.wire.warm import warm
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 HEARS, EXPELLED = "hears", "expelled"
-UNMET_PER_LOOK = 32
+UNMET_PER_LOOK = 4
 TRIM_EVERY = 10.0
 
 
@@ -41,7 +42,7 @@ class Lookout:
         self._liveness = liveness
         self._interval = min(0.5, liveness / 10)
         self._inquiry = min(1.0, liveness / 5)
-        self._turn = 0
+        self._turn = agent.node.info.id * UNMET_PER_LOOK
         self._next_trim = 0.0
         self._stopped_since: dict[int, float] = {}
         self._last_look = 0.0
@@ -105,12 +106,25 @@ class Lookout:
                 self._expel(worker, f"its process has been stopped for {self._liveness:g} s")
 
     def _due(self) -> list[Member]:
-        """Those that we are linked with, and some of the others in turn."""
-        linked = {end.member.info.id: end.member for end in self._agent.ends()}
-        rest = [member for member in self._others() if member.info.id not in linked]
+        """Those that we are linked with, that seem to be gone or stopped, and some in turn.
+
+        Each begins with others, so all together look at all of them, and who finds one that has
+        been stopped for too long tells everyone. To look closely at all of them would be work that
+        grows with the square of the workers of one host.
+        """
+        due = {end.member.info.id: end.member for end in self._agent.ends()}
+        rest = [member for member in self._others() if member.info.id not in due]
         first = self._turn % len(rest) if rest else 0
         self._turn += UNMET_PER_LOOK
-        return [*linked.values(), *(rest[first:] + rest[:first])[:UNMET_PER_LOOK]]
+        in_turn = (rest[first:] + rest[:first])[:UNMET_PER_LOOK]
+        seem_to_be_gone = [
+            member
+            for member in rest
+            if member.info.id in self._stopped_since
+            or (member.process is not None and member.process.is_gone())
+        ]
+        due.update((member.info.id, member) for member in [*in_turn, *seem_to_be_gone])
+        return list(due.values())
 
     def _listen_for_signs(self) -> None:
         """Of workers that only their companions can tell of; what they send is a sign, too."""
@@ -185,10 +199,35 @@ class Lookout:
             return False
 
     def _told_to_expel(self, sender: int, payload: object) -> None:
+        """Another worker found one stopped, or the way to it cut.
+
+        Where workers do not trust each other it may have made that up. So only one that is in the
+        job can be expelled, and one that seems to be well here, with the lower id of the two, is
+        asked (agreement.py).
+        """
         match payload:
-            case (int(worker), str(reason)) if worker != self._node.info.id:
-                name = self._node.members.name(sender)
-                self._agent.lose(worker, f"{reason} (says worker {name!r})")
+            case (int(worker), str(reason)) if is_worker_id(worker):
+                pass
+            case _:
+                return
+        node = self._node
+        if node.is_lost(worker) or worker == node.info.id:
+            return
+        if node.data_only:
+            if not node.members.has(worker):
+                return
+            if sender > worker and self._seems_well(worker):
+                self._agent.told_of_loss(sender, worker)
+                return
+        name = node.members.name(sender)
+        self._agent.lose(worker, f"{in_few_words(reason)} (says worker {name!r})")
+
+    def _seems_well(self, worker: int) -> bool:
+        """As far as can be told without asking it: nothing may be known of one on another host."""
+        vital = _vital(self._node.members.member(worker))
+        if vital is Vital.UNKNOWN:
+            return worker not in self._heartbeat.silent()
+        return vital is Vital.ALIVE
 
 
 def _vital(member: Member) -> Vital:

@@ -11,7 +11,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from telegrad.rpc.calls import Pending, latched
+from telegrad.rpc.calls import Pending
 from telegrad.rpc.node import Reply
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
@@ -83,8 +83,7 @@ class Loopback:
             self._agent.complete_elsewhere([pending])
 
     def wait(self, pending: Pending, until: float = math.inf) -> None:
-        if pending.latch is None:
-            pending.latch = latched()
+        latch = pending.make_latch()
         while not pending.done:
             now = self._agent.node.runtime.now()
             if pending.deadline <= now:
@@ -94,7 +93,7 @@ class Loopback:
             else:
                 ends = min(pending.deadline, until, now + 3600.0)
                 try:
-                    await_latch(pending.latch, ends - now)
+                    await_latch(latch, ends - now)
                 except BaseException:
                     if pending.done:
                         pending.wake()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from telegrad.rpc.job_files import remove_if_last
 from telegrad.rpc.members import Member
 from telegrad.rpc.pulse import Companion
 from telegrad.rpc.vitals import Process
@@ -54,9 +55,7 @@ from telegrad.wire.tls import TlsStream
 PROTOCOL = 3
 PATIENCE = 10.0
 ARENA_BYTES = 1 << 30
-KEY_FILE = "key"
 PULSE_KEY = "pulse"
-ABANDONED_AFTER = 60.0
 _MEMORY, _NO_MEMORY = b"M", b"-"
 
 Shared = tuple[Arena | None, ArenaView | None, deque[int]]
@@ -122,43 +121,7 @@ class Meeting:
             self._companion.close()
             self._companion = None
         if self.directory is not None:
-            _remove_if_last(self.directory)
-
-
-def _remove_if_last(directory: Path) -> None:
-    """The last worker of a job on this host removes what the job kept there."""
-    with contextlib.suppress(OSError):
-        sockets = [path for path in directory.iterdir() if path.name != KEY_FILE]
-        if all(map(_is_abandoned, sockets)):
-            for path in (*sockets, directory / KEY_FILE):
-                path.unlink(missing_ok=True)
-            directory.rmdir()
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Whether a socket's process is gone: one that was killed leaves its file behind."""
-    if path.suffix != ".sock":
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Remove what jobs of this user left behind when all of their workers were killed."""
-    for directory in parent.glob("telegrad-????????????????"):
-        with contextlib.suppress(OSError):
-            status = directory.lstat()
-            idle = time.time() - status.st_mtime > ABANDONED_AFTER
-            # A job without sockets may be called over TCP only: its key is still wanted.
-            if idle and status.st_uid == os.getuid() and any(directory.glob("*.sock")):
-                _remove_if_last(directory)
+            remove_if_last(self.directory)
 
 
 @dataclass

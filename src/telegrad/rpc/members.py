@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from telegrad.rpc.errors import UnknownWorker
+from telegrad.rpc.errors import TelegradError, UnknownWorker
 from telegrad.rpc.vitals import Process
 from telegrad.rpc.worker import WorkerInfo
 
@@ -153,6 +153,14 @@ class Members:
             self._search(worker)
             member = self._by_id[worker]
         return member
+
+    def has(self, worker: int) -> bool:
+        """Whether there is, or was, such a worker in the job."""
+        try:
+            self.member(worker)
+        except TelegradError:
+            return False
+        return True
 
     def name(self, worker: int) -> str:
         member = self._by_id.get(worker)

@@ -34,7 +34,7 @@ from telegrad.rpc.errors import (
     TelegradError,
     WorkerLost,
 )
-from telegrad.rpc.failures import describe_error, rebuild_error, told_error
+from telegrad.rpc.failures import describe_error, in_brief, rebuild_error, told_error
 from telegrad.rpc.limits import Ledger, Limits, default_limits
 from telegrad.rpc.members import Members
 from telegrad.rpc.methods import METHOD
@@ -49,6 +49,7 @@ from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.parcel import Parcel
 
 DEFAULT_TIMEOUT = 60.0
+LIVENESS = 5.0
 
 
 class Tally:
@@ -144,6 +145,7 @@ class Node:
         trust: Trust = Trust.CODE,
         limits: Limits | None = None,
         timeout: float = DEFAULT_TIMEOUT,
+        liveness: float = LIVENESS,
     ) -> None:
         self.info = info
         self.members = members
@@ -155,6 +157,7 @@ class Node:
         self._codec_limits = self.limits.of_codec()
         self._usual_limits = self.limits == default_limits(Trust.CODE)
         self.timeout = timeout
+        self.liveness = liveness
         self.calls = Calls()
         self.services: dict[str, Any] = {}
         self.transport: Transport
@@ -165,6 +168,7 @@ class Node:
         self.around_calls: Callable[[int], AbstractContextManager[None]] | None = None
         """What a layer above does around calls of a worker that belong to no scope."""
         self._lost_callbacks: list[Callable[[int, str], object]] = []
+        self._unread_callbacks: list[Callable[[int, bytes, str], object]] = []
         self._lost: dict[int, str] = {}
         self.coroutines = Coroutines()
         self._made = Tally()
@@ -239,6 +243,7 @@ class Node:
             raise _of_call(problem, request, to.name) from problem.__cause__
         pending = self.calls.begin(to, target, timeout, self.runtime.now())
         pending.carried = self.values.packed()
+        pending.note = note
         pending.late = on_late
         if target != CLOSING:
             self._made.add(worker)
@@ -349,6 +354,11 @@ class Node:
     def on_lost(self, callback: Callable[[int, str], object]) -> None:
         self._lost_callbacks.append(callback)
 
+    def on_unread(self, callback: Callable[[int, bytes, str], object]) -> None:
+        """`callback(sender, note, reason)`: a post of that worker was refused before anyone saw
+        what it says. Nothing tells its sender."""
+        self._unread_callbacks.append(callback)
+
     def calls_made(self) -> int:
         """Calls that this worker began to workers that are not lost, but for those of closing."""
         return self._made.total(without=self._lost)
@@ -362,6 +372,8 @@ class Node:
         self._made.add(pending.callee.id, -1)
         self.values.take_back(pending.carried or ())
         pending.carried = None
+        if pending.note:
+            self.crossing.never_left(self, pending.callee.id, pending.note)
         late = self.calls.take_late(pending.callee.id, pending.call_id)
         if late is not None:
             self.runtime.spawn(partial(late, pending.error))
@@ -484,7 +496,12 @@ class Node:
 
     def _serve_post(self, sender: int, frame: Frame) -> None:
         try:
-            message, scope = self._open(sender, frame)
+            try:
+                message, scope = self._open(sender, frame)
+            except Exception as error:
+                for callback in self._unread_callbacks:
+                    callback(sender, frame.note, str(error))
+                raise
             topic, payload = (message.topic, message) if type(message) is Parcel else message
             # Not every value can be hashed or shown in time: see wire/hashing.py.
             handler = self._topics.get(topic) if type(topic) is str else None
@@ -513,7 +530,12 @@ class Node:
         return Reply(Kind.REPLY, packed, note)
 
     def _failure(self, error: BaseException) -> Reply:
-        return Reply(Kind.ERROR, pack(describe_error(self.info.name, error, self.trust)))
+        told = describe_error(self.info.name, error, self.trust)
+        packed = pack(told)
+        if len(packed.meta) > self.limits.metadata_bytes:
+            # The caller would take who sends that for one who breaks the rules.
+            packed = pack(in_brief(told))
+        return Reply(Kind.ERROR, packed)
 
     # Packing: references that leave in a message that never leaves must be taken back.
 
@@ -567,7 +589,13 @@ class Node:
 
         passage = self.passage(sender)
         limits = self._codec_limits
-        value = unpack(frame.meta, frame.buffers, passage, self.trust, limits, arrive)
+        try:
+            value = unpack(frame.meta, frame.buffers, passage, self.trust, limits, arrive)
+        except BaseException:
+            if not scopes:
+                with contextlib.suppress(TelegradError):
+                    self.crossing.never_arrived(self, sender, frame.note)
+            raise
         return value, scopes[0]
 
     # Endings.

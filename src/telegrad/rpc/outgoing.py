@@ -33,7 +33,7 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING
 
-from telegrad.rpc.calls import Pending, latched
+from telegrad.rpc.calls import Pending
 from telegrad.rpc.cargo import Cargo, weigh
 from telegrad.rpc.members import Member
 from telegrad.rpc.watch import ENDED, READABLE
@@ -72,6 +72,10 @@ class Outgoing:
         self._armed = False
         self._completed: list[Pending] = []
         self._lanes_asked = 0
+        self._allowed = agent.node.limits.calls_an_honest_caller_makes
+        self._room = threading.Lock()
+        self._held = 0
+        """The calls that wait for room: they are open, and have not left."""
         is_open = partial(agent.node.calls.is_open, member.info.id)
         self._cargo = Cargo(is_open, agent.node.limits.bytes_in_flight)
         link.while_blocked = self._read_while_blocked
@@ -121,8 +125,7 @@ class Outgoing:
                 self._reading = True
                 return True
             if pending is not None:
-                if pending.latch is None:
-                    pending.latch = latched()
+                pending.make_latch()
                 self._waiters[pending.call_id] = pending
             return False
 
@@ -380,8 +383,10 @@ class Outgoing:
     def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
         in_flight = self.agent.node.calls.in_flight(self._worker)
         size = weigh(packed)
-        if in_flight > MAX_CALLS_IN_FLIGHT or (
-            size and not self._cargo.load(pending.call_id, size)
+        if (
+            in_flight > MAX_CALLS_IN_FLIGHT
+            or in_flight > self._allowed
+            or (size and not self._cargo.load(pending.call_id, size))
         ):
             self._await_room(pending, size)
             if pending.done:
@@ -421,24 +426,39 @@ class Outgoing:
             self._cargo.force(pending.call_id, size)
             return
         node = self.agent.node
-        self.link.flush(pending.deadline)
-        while not self.gone and not self._has_room(pending, size):
-            if pending.deadline <= node.runtime.now():
-                node.calls.expire_one(pending)
-            if pending.done:
-                return
-            try:
-                interrupts.run_put_off()
-            except BaseException:
-                self.agent.interrupted(pending)
-                raise
-            if not self._read_some():
-                time.sleep(PAUSE_FOR_ROOM)
+        with self._room:
+            self._held += 1
+        enters = False
+        try:
+            self.link.flush(pending.deadline)
+            while not (self.gone or (enters := self._enters(pending, size))):
+                if pending.deadline <= node.runtime.now():
+                    node.calls.expire_one(pending)
+                if pending.done:
+                    return
+                try:
+                    interrupts.run_put_off()
+                except BaseException:
+                    self.agent.interrupted(pending)
+                    raise
+                if not self._read_some():
+                    time.sleep(PAUSE_FOR_ROOM)
+        finally:
+            if not enters:
+                with self._room:
+                    self._held -= 1
 
-    def _has_room(self, pending: Pending, size: int) -> bool:
-        if self.agent.node.calls.in_flight(self.member.info.id) > MAX_CALLS_IN_FLIGHT:
-            return False
-        return not size or self._cargo.load(pending.call_id, size)
+    def _enters(self, pending: Pending, size: int) -> bool:
+        """Whether there is room for a call that waits; then it has taken its place."""
+        with self._room:
+            # Without those that wait: they would keep each other out, were they many.
+            left = self.agent.node.calls.in_flight(self._worker) - self._held
+            if left >= min(MAX_CALLS_IN_FLIGHT, self._allowed):
+                return False
+            if size and not self._cargo.load(pending.call_id, size):
+                return False
+            self._held -= 1
+            return True
 
     def _read_some(self) -> bool:
         """Read what has come, if nobody else reads."""
@@ -471,9 +491,3 @@ class Outgoing:
         self.gone = True
         self.agent.watch.forget(self._descriptor)
         self.link.close()
-
-    def wake_waiters(self) -> None:
-        with self._roles:
-            waiters = list(self._waiters.values())
-        for waiter in waiters:
-            waiter.wake()

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from telegrad.rpc.worker import MAX_WORKER_ID
+from telegrad.rpc.errors import in_few_words
+from telegrad.rpc.worker import is_worker_id
 
 
 class ReferenceId(NamedTuple):
@@ -148,13 +149,9 @@ def read_message(data: Any) -> Message:
         case ("unpin", fork):
             return Unpin(_fork(fork))
         case ("gone", fork, str(reason)):
-            return Gone(_fork(fork), reason)
-        case ("fence", [*lost]) if all(map(_is_worker, lost)):
+            return Gone(_fork(fork), in_few_words(reason))
+        case ("fence", [*lost]) if all(map(is_worker_id, lost)):
             return Fence(tuple(set(lost)))
         case ("fenced", int(lost)):
             return Fenced(lost)
     raise ValueError("what came is no message of the reference protocol")
-
-
-def _is_worker(number: object) -> bool:
-    return type(number) is int and 0 <= number <= MAX_WORKER_ID

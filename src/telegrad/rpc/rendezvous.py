@@ -25,17 +25,10 @@ So the store has to be there while workers still meet for the first time.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
-import os
 import secrets
-import socket
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -43,9 +36,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from telegrad.rpc.entries import Entries
 from telegrad.rpc.errors import RendezvousError
-from telegrad.rpc.meeting import KEY_FILE, Meeting, remove_abandoned
+from telegrad.rpc.founding import Founding
+from telegrad.rpc.job_files import read_key, remove_abandoned
+from telegrad.rpc.meeting import Meeting
 from telegrad.rpc.members import Member, Members
-from telegrad.rpc.vitals import Process, Vital
+from telegrad.rpc.noticeboard import Noticeboard, not_ours
+from telegrad.rpc.vitals import Process, Vital, read_process
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.address import (
     TcpAddress,
@@ -54,13 +50,12 @@ from telegrad.wire.address import (
     is_loopback,
     job_directory,
 )
-from telegrad.wire.keys import JobKey, key_from_environment, new_key
+from telegrad.wire.keys import JobKey, key_from_environment
 
 KNOWN_TO_ALL = 1024
 """The most workers of a job in which each knows all from the start."""
 LOOKED_AFTER = 16
 """In a larger one: so many others each knows from the start."""
-PATIENCE_WITH_LEAVING = 5.0
 TIMES_TO_MAKE_DIRECTORY = 20
 
 
@@ -84,18 +79,18 @@ class Rendezvous:
         timeout: float,
         life: int | None = None,
     ) -> None:
-        self._timeout = timeout
         self._world_size = world_size
         self._life = life
         self._name = name
         self._named = False
         self.incarnation = secrets.randbits(63)
-        self._store = PrefixStore("telegrad", store)
-        _agree_on_kind(self._store, "open" if world_size is None else "of fixed size")
+        whole = PrefixStore("telegrad", store)
+        self._board = Noticeboard(whole, name, self.incarnation, timeout)
+        _agree_on_kind(whole, "open" if world_size is None else "of fixed size")
         if world_size is None:
             rank = self._take_rank(name, rank)
         else:
-            rank = self._store.add("ranks given out", 1) - 1 if rank is None else rank
+            rank = self._board.store.add("ranks given out", 1) - 1 if rank is None else rank
             self._visit(name, rank, world_size)
             rank += (life or 0) * world_size
         self.info = WorkerInfo(name, rank)
@@ -103,34 +98,34 @@ class Rendezvous:
     def _take_rank(self, name: str, rank: int | None) -> int:
         """In an open job: the rank that was asked for, or one that nobody has."""
         if rank is not None:
-            if not self._claim(f"rank {rank}", name):
+            if not self._board.claim(f"rank {rank}", name):
                 raise RendezvousError(
                     f"rank {rank} is taken: worker {name!r} asks for it, and another worker had "
                     "it before. In a job without world_size give no rank, and a free one is found"
                 )
             return rank
         while True:
-            rank = self._store.add("ranks given out", 1) - 1
-            if self._claim(f"rank {rank}", name):
+            rank = self._board.store.add("ranks given out", 1) - 1
+            if self._board.claim(f"rank {rank}", name):
                 return rank
 
     def _visit(self, name: str, rank: int, world_size: int) -> None:
         """In a job of fixed size: those who join for the n-th time meet in a room of their own."""
         check_rank(name, rank, world_size)
-        number = self._store.add(f"visits of {rank}", 0 if self._life else 1)
+        number = self._board.store.add(f"visits of {rank}", 0 if self._life else 1)
         process = Process.own()
-        self._whole_store, self._visitor = self._store, f"visitor {number} of {rank}"
-        self._put(self._visitor, {"name": name, "process": asdict(process)})
+        self._whole_board, self._visitor = self._board, f"visitor {number} of {rank}"
+        self._board.put(self._visitor, {"name": name, "process": asdict(process)})
         if number > 1 and not self._life:
-            before = self._get(f"visitor {number - 1} of {rank}", "its last worker")
+            before = self._board.get(f"visitor {number - 1} of {rank}", "its last worker")
             other = _process_of(before) or process
             if other != process and other.vital() in (Vital.ALIVE, Vital.STOPPED):
-                self._store.add(f"visits of {rank}", -1)
+                self._board.store.add(f"visits of {rank}", -1)
                 raise RendezvousError(
                     f"rank {rank} is taken twice: worker {name!r} has it, and so does worker "
                     f"{before['name']!r} (process {other.pid}). Give each worker a rank of its own"
                 )
-        self._store = PrefixStore(str(number), self._store)
+        self._board = self._board.room(str(number))
 
     # The job and its key.
 
@@ -143,20 +138,16 @@ class Rendezvous:
         tensors: str | None = None,
     ) -> Meeting:
         """Learn or make the job, then listen."""
-        self._tensors = tensors
         given = key or key_from_environment()
-        first = (
-            self.info.id == 0
-            if self._world_size is not None
-            else self._claim("first worker", self.info.name)
-        )
-        job, key = self._found_job(given) if first else self._find_job(given)
+        founding = Founding(self._board, self.info, self._world_size, tensors)
+        job, key = founding.found_or_find(given)
         meeting = self._listen(job, key, host, plaintext, transports)
-        while self._world_size is None and given is None and _read_key(job) is None:
+        while self._world_size is None and given is None and read_key(job) is None:
             # The last of the others left, and took the key along, before it saw us listen.
             meeting.close()
-            job, key = self._succeed(job)
+            job, key = founding.succeed(job)
             meeting = self._listen(job, key, host, plaintext, transports)
+        meeting.tensors = tensors
         self._entries = Entries(key, job)
         return meeting
 
@@ -170,7 +161,6 @@ class Rendezvous:
     ) -> Meeting:
         meeting = self._listen_on_this_host(job, key, unix="unix" in transports)
         meeting.plaintext = plaintext
-        meeting.tensors = self._tensors
         if "tcp" in transports and host is not None:
             meeting.listen(TcpAddress(host, 0, tls=not plaintext and not is_loopback(host)))
             if not is_loopback(host):
@@ -193,103 +183,6 @@ class Rendezvous:
                     raise
         return meeting
 
-    def _found_job(self, key: JobKey | None) -> tuple[str, JobKey]:
-        """Name the job, and make its key if none was given."""
-        job = secrets.token_hex(8)
-        given = key is not None
-        if key is None:
-            key = new_key()
-            _write_key(job, key)
-        self._put(
-            "job",
-            {
-                "job": job,
-                "key given": given,
-                "fingerprint": _fingerprint(key, job),
-                "world size": self._world_size,
-                "tensors": self._tensors,
-            },
-        )
-        return job, key
-
-    def _find_job(self, given: JobKey | None) -> tuple[str, JobKey]:
-        """The job that the first worker has founded."""
-        found = self._get_job()
-        try:
-            self._check_world_size(found["world size"])
-            self._check_tensors(found.get("tensors"))
-            if self._world_size is None and given is None and not found["key given"]:
-                return self._find_open_job()
-            return found["job"], self._agree_on_key(given, found)
-        except RendezvousError as error:
-            if self._world_size is not None:
-                self._put(f"worker {self.info.id}", {"problem": str(error)})
-            raise
-
-    def _find_open_job(self) -> tuple[str, JobKey]:
-        """A job whose key goes with its last worker, who may be leaving just now."""
-        until = time.monotonic() + min(self._timeout, PATIENCE_WITH_LEAVING)
-        while True:
-            found = self._get_job()
-            job = found["job"]
-            key = _read_key(job)
-            if key is not None or time.monotonic() > until:
-                return job, self._agree_on_key(key, found)
-            if not any(self._present_ranks()):
-                return self._succeed(job)
-            time.sleep(0.01)
-
-    def _succeed(self, job: str) -> tuple[str, JobKey]:
-        """Found the job anew after the last worker has left; of several that try, one does."""
-        if self._claim(f"successor of {job}", self._name):
-            return self._found_job(None)
-        until = time.monotonic() + self._timeout
-        while time.monotonic() < until:
-            found = self._get_job()
-            if found["job"] != job:
-                return self._find_open_job()
-            time.sleep(0.01)
-        raise RendezvousError(
-            f"worker {self._name!r} waited {self._timeout:g} s for another worker to found the "
-            "job anew: has that one died?"
-        )
-
-    def _check_world_size(self, theirs: int | None) -> None:
-        if theirs != self._world_size:
-            raise RendezvousError(
-                f"worker {self.info.name!r} was told world_size={self._world_size}, but rank 0 "
-                f"was told {theirs}: give every worker the same"
-            )
-
-    def _check_tensors(self, theirs: object) -> None:
-        if theirs != self._tensors:
-            raise RendezvousError(
-                f"worker {self.info.name!r} was told tensors={self._tensors!r}, but the first "
-                f"worker of the job was told {theirs!r}: give every worker the same"
-            )
-
-    def _agree_on_key(self, key: JobKey | None, found: dict[str, Any]) -> JobKey:
-        job = found["job"]
-        if key is None and found["key given"]:
-            raise RendezvousError(
-                f"worker {self.info.name!r} was given no key, but the job has one: set "
-                "TELEGRAD_KEY_FILE (or TELEGRAD_KEY) as for the other workers"
-            )
-        if key is None:
-            key = _read_key(job)
-        if key is None:
-            raise RendezvousError(
-                f"worker {self.info.name!r} cannot read the job's key: it was made for one user on "
-                "one host. For several hosts or users give every worker the same key with "
-                "TELEGRAD_KEY_FILE, e.g. made by `openssl rand -hex 32`"
-            )
-        if not hmac.compare_digest(_fingerprint(key, job), found["fingerprint"]):
-            raise RendezvousError(
-                f"worker {self.info.name!r} has another key than the first worker of the job: "
-                "compare TELEGRAD_KEY and TELEGRAD_KEY_FILE"
-            )
-        return key
-
     # The members.
 
     def join(self, meeting: Meeting) -> Members:
@@ -308,11 +201,11 @@ class Rendezvous:
         if self._life:
             return self._return(me, self._world_size)
         mine = self._entries.write(me)
-        self._put(f"worker {rank}", mine)
+        self._board.put(f"worker {rank}", mine)
         if self._life is None and self._world_size > KNOWN_TO_ALL:
             return self._join_large_job(me, mine, self._world_size)
         if rank == 0:
-            self._put("members", self._gather(mine, self._world_size))
+            self._board.put("members", self._gather(mine, self._world_size))
         members = self._agreed()
         if self._life is None:
             return Members(members, size=self._world_size)
@@ -320,10 +213,10 @@ class Rendezvous:
 
     def _join_large_job(self, me: Member, mine: dict[str, Any], world_size: int) -> Members:
         rank = me.info.id
-        self._store.set(f"name {me.info.name}", f"{rank} {self.incarnation}")
+        self._board.store.set(f"name {me.info.name}", f"{rank} {self.incarnation}")
         if rank == 0:
             outcome = self._gather(mine, world_size)
-            self._put("members", outcome if "problem" in outcome else {"members": []})
+            self._board.put("members", outcome if "problem" in outcome else {"members": []})
         self._agreed()
         return self._know_some(me, world_size)
 
@@ -331,17 +224,19 @@ class Rendezvous:
         """This worker, and others at even distances from it."""
         parts = LOOKED_AFTER + 1
         ranks = [(me.info.id + part * world_size // parts) % world_size for part in range(1, parts)]
-        some = [self._entries.read(self._get(f"worker {rank}", f"rank {rank}")) for rank in ranks]
+        some = [
+            self._entries.read(self._board.get(f"worker {rank}", f"rank {rank}")) for rank in ranks
+        ]
         return Members([me, *some], self._look_up, size=world_size)
 
     def _agreed(self) -> list[Member]:
         """The list that rank 0 has published."""
-        match self._get("members", "rank 0 to list all workers"):
+        match self._board.get("members", "rank 0 to list all workers"):
             case {"problem": str(problem)}:
                 raise RendezvousError(problem)
             case {"members": list(entries)}:
                 return [self._entries.read(entry) for entry in entries]
-        raise _not_ours("members")
+        raise not_ours("members")
 
     def _return(self, me: Member, world_size: int) -> Members:
         """Come back to a job that goes on."""
@@ -351,8 +246,8 @@ class Rendezvous:
             if follower is not None:
                 members.add(follower)
         members.add(me)
-        self._put(f"worker {me.info.id}", self._entries.write(me))
-        self._store.set(f"name {me.info.name}", f"{me.info.id} {self.incarnation}")
+        self._board.put(f"worker {me.info.id}", self._entries.write(me))
+        self._board.store.set(f"name {me.info.name}", f"{me.info.id} {self.incarnation}")
         return members
 
     def _gather(self, mine: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -360,7 +255,7 @@ class Rendezvous:
         found = [mine]
         names = [self.info.name]
         for other in range(1, world_size):
-            match self._get(f"worker {other}", f"rank {other} of {world_size}"):
+            match self._board.get(f"worker {other}", f"rank {other} of {world_size}"):
                 case {"problem": str(problem)}:
                     return {"problem": problem}
                 case entry:
@@ -371,44 +266,40 @@ class Rendezvous:
 
     def _join_open_job(self, me: Member) -> Members:
         name = me.info.name
-        if not (self._claim(f"name {name}", str(me.info.id)) or self._inherit(name, me.info.id)):
+        if not (
+            self._board.claim(f"name {name}", str(me.info.id)) or self._inherit(name, me.info.id)
+        ):
             raise RendezvousError(_not_unique(name))
         self._named = True
-        self._put(f"worker {me.info.id}", self._entries.write(me))
-        self._put(f"arrival {self._store.add('arrivals', 1)}", me.info.id)
+        self._board.put(f"worker {me.info.id}", self._entries.write(me))
+        self._board.put(f"arrival {self._board.store.add('arrivals', 1)}", me.info.id)
         members = Members(list(self._present()), self._look_up)
         members.add(me)
         return members
 
     def _present(self) -> Iterator[Member]:
-        for rank in self._present_ranks():
+        for rank in self._board.present_ranks():
             member = self._look_up(rank)
             if member is not None:
                 yield member
 
-    def _present_ranks(self) -> Iterator[int]:
-        for number in range(1, self._store.add("arrivals", 0) + 1):
-            rank = self._get(f"arrival {number}", "an earlier worker")
-            if type(rank) is int and self._store.check([f"worker {rank}"]):
-                yield rank
-
     def _inherit(self, name: str, rank: int) -> bool:
         """Take over the name of a worker that died without leaving."""
-        held = self._store.get(f"name {name}").decode(errors="replace")
+        held = self._board.store.get(f"name {name}").decode(errors="replace")
         holder = self._look_up(name)
         if holder is None or holder.process is None or holder.process.vital() is not Vital.DEAD:
             return False
         mine = f"{rank} {self.incarnation}"
-        return bool(self._store.compare_set(f"name {name}", held, mine).decode() == mine)
+        return bool(self._board.store.compare_set(f"name {name}", held, mine).decode() == mine)
 
     def leave(self) -> None:
         """Give the name, or in a job of fixed size the rank, back: another worker may have it."""
         with contextlib.suppress(RuntimeError, dist.DistError):
             if self._named:
-                self._store.delete_key(f"worker {self.info.id}")
-                self._store.delete_key(f"name {self.info.name}")
+                self._board.store.delete_key(f"worker {self.info.id}")
+                self._board.store.delete_key(f"name {self.info.name}")
             elif self._world_size is not None:
-                self._whole_store.set(self._visitor, json.dumps({"process": None}))
+                self._whole_board.put(self._visitor, {"process": None})
 
     def _look_up(self, who: str | int) -> Member | None:
         try:
@@ -423,46 +314,18 @@ class Rendezvous:
 
     def _find_entry(self, who: str | int) -> Member | None:
         rank = self._rank_of(who) if isinstance(who, str) else who
-        if rank is None or not self._store.check([f"worker {rank}"]):
+        if rank is None or not self._board.store.check([f"worker {rank}"]):
             return None
-        member = self._entries.read(self._get(f"worker {rank}", "a worker"))
+        member = self._entries.read(self._board.get(f"worker {rank}", "a worker"))
         if who not in (member.info.name, member.info.id):
             raise RendezvousError(f"the store has worker {member.info.name!r} in place of {who!r}")
         return member
 
     def _rank_of(self, name: str) -> int | None:
-        if not self._store.check([f"name {name}"]):
+        if not self._board.store.check([f"name {name}"]):
             return None
-        rank = self._store.get(f"name {name}").decode(errors="replace").split(" ")[0]
+        rank = self._board.store.get(f"name {name}").decode(errors="replace").split(" ")[0]
         return int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 9 else None
-
-    # The store.
-
-    def _get_job(self) -> dict[str, Any]:
-        found = self._get("job", "the first worker of the job")
-        match found:
-            case {"job": str(), "key given": bool(), "fingerprint": str(), "world size": _}:
-                return dict(found)
-        raise _not_ours("job")
-
-    def _claim(self, key: str, value: str) -> bool:
-        """Whether we are the first to write this entry."""
-        mine = f"{value} {self.incarnation}"
-        return bool(self._store.compare_set(key, "", mine).decode() == mine)
-
-    def _put(self, key: str, value: object) -> None:
-        self._store.set(key, json.dumps(value))
-
-    def _get(self, key: str, whom: str) -> Any:
-        try:
-            return json.loads(self._store.get(key))
-        except (ValueError, RecursionError):
-            raise _not_ours(key) from None
-        except (RuntimeError, dist.DistError) as error:
-            raise RendezvousError(
-                f"worker {self._name!r} waited {self._timeout:g} s for {whom}, which did not "
-                f"join: is it running, with the same init_method and world_size? ({error})"
-            ) from None
 
 
 def _agree_on_kind(store: Store, kind: str) -> None:
@@ -483,55 +346,15 @@ def _not_unique(name: str) -> str:
 
 def _process_of(visitor: Any) -> Process | None:
     match visitor:
-        case {"name": str(), "process": {"pid": int(pid), "born": int(born), "namespace": str(n)}}:
-            return Process(pid, born, n)
         case {"process": None}:
             return None
-    raise _not_ours("visitor")
+        case {"name": str(), "process": process}:
+            with contextlib.suppress(ValueError):
+                return read_process(process)
+    raise not_ours("visitor")
 
 
 def _problem(names: list[str]) -> str | None:
     """What is wrong with the names of all workers."""
     counted = Counter(names)
     return next((_not_unique(name) for name in names if counted[name] > 1), None)
-
-
-def _not_ours(entry: str) -> RendezvousError:
-    return RendezvousError(
-        f"the store holds under {entry!r} what no worker wrote: can strangers write to it?"
-    )
-
-
-def _fingerprint(key: JobKey, job: str) -> str:
-    return hmac.new(key.derive("fingerprint"), job.encode(), hashlib.sha256).hexdigest()
-
-
-def _key_file(job: str) -> Path:
-    return job_directory(job) / KEY_FILE
-
-
-def _write_key(job: str, key: JobKey) -> None:
-    descriptor = os.open(_key_file(job), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(key.hex())
-
-
-def _read_key(job: str) -> JobKey | None:
-    directory = job_directory(job)
-    try:
-        return JobKey(bytes.fromhex((directory / KEY_FILE).read_text()))
-    except OSError:
-        with contextlib.suppress(OSError):
-            directory.rmdir()
-        return None
-
-
-def own_address_towards(host: str, port: int) -> str | None:
-    """The address of this host on the way to another, None if that is this host itself."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port or 9))
-            address = str(probe.getsockname()[0])
-    except OSError:
-        return None
-    return None if is_loopback(address) else address

@@ -16,7 +16,7 @@ import secrets
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 PATIENCE_WITH_LANES = 1.0
 PATIENCE_WITH_PROMISE = 60.0
-"""Seconds by which the request that makes a value may come later than a reference to it."""
+"""Seconds by which the request that makes a value may come later than a reference to it; and by
+those more for which a connection may be broken, while the request is sent again."""
 
 
 class _Journey(threading.local):
@@ -64,6 +65,22 @@ class _Journey(threading.local):
     def __init__(self) -> None:
         self.leaving: list[Transfer] = []
         self.unconfirmed: list[ForkId] = []
+
+
+class _Waiter:
+    """Who is to be given a value, and for whose sake."""
+
+    __slots__ = ("_finish", "asked_by", "stop_clock")
+
+    def __init__(self, asked_by: int, finish: Finish) -> None:
+        self.asked_by = asked_by
+        self._finish = finish
+        self.stop_clock: Callable[[], None] | None = None
+
+    def finish(self, value: object, error: BaseException | None) -> None:
+        if self.stop_clock is not None:
+            self.stop_clock()
+        self._finish(value, error)
 
 
 class Values:
@@ -79,7 +96,8 @@ class Values:
         self._introduced = 0
         self._changed = node.runtime.condition()
         self._stored: dict[ReferenceId, object] = {}
-        self._waiters: dict[ReferenceId, list[tuple[int, Finish]]] = {}
+        self._waiters: dict[ReferenceId, list[_Waiter]] = {}
+        self.patience_with_promise = PATIENCE_WITH_PROMISE + node.liveness
         self._lost: dict[ForkId, ReferenceLost] = {}
         self._actions: deque[Action] = deque()
         self._acting = False
@@ -247,23 +265,26 @@ class Values:
         with self._changed:
             state = self._core.state(reference)
             if state in (State.PENDING, State.PROMISED):
-                asker = self._node.info.id if asked_by is None else asked_by
-                if state is State.PROMISED and reference not in self._waiters:
-                    expire = partial(self._expire_promise, reference)
-                    self._node.runtime.call_later(PATIENCE_WITH_PROMISE, expire)
-                self._waiters.setdefault(reference, []).append((asker, finish))
+                waiter = _Waiter(self._node.info.id if asked_by is None else asked_by, finish)
+                if state is State.PROMISED:
+                    expire = partial(self._expire_promise, reference, waiter)
+                    clock = self._node.runtime.call_later(self.patience_with_promise, expire)
+                    waiter.stop_clock = clock
+                self._waiters.setdefault(reference, []).append(waiter)
                 return
             value, error = self._look(reference, state)
         finish(value, error)
 
-    def _expire_promise(self, reference: ReferenceId) -> None:
+    def _expire_promise(self, reference: ReferenceId, waiter: _Waiter) -> None:
         """Who waits for a value that was promised does so for a while only."""
         with self._changed:
-            if self._core.state(reference) is not State.PROMISED:
+            waiters = self._waiters.get(reference, [])
+            if self._core.state(reference) is not State.PROMISED or waiter not in waiters:
                 return
-            waiters = self._waiters.pop(reference, [])
-        for _, finish in waiters:
-            finish(None, self._never_asked_for(reference))
+            waiters.remove(waiter)
+            if not waiters:
+                del self._waiters[reference]
+        waiter.finish(None, self._never_asked_for(reference))
 
     def _never_asked_for(self, reference: ReferenceId) -> ReferenceLost:
         promised_by = self._node.members.name(reference.created_on)
@@ -276,7 +297,7 @@ class Values:
         """Wait for an owned value."""
         now = self._node.runtime.now
         deadline = now() + timeout if timeout > 0 else math.inf
-        promise_ends = now() + PATIENCE_WITH_PROMISE
+        promise_ends = now() + self.patience_with_promise
         with self._changed:
             while (state := self._core.state(reference)) in (State.PENDING, State.PROMISED):
                 until = deadline if state is State.PENDING else min(deadline, promise_ends)
@@ -331,8 +352,8 @@ class Values:
                 self._core.fail(reference, _kept(self._node.info.name, error))
             waiters = self._waiters.pop(reference, [])
             self._changed.notify_all()
-        for _, finish in waiters:
-            finish(value, error)
+        for waiter in waiters:
+            waiter.finish(value, error)
 
     # The protocol's messages and actions.
 
@@ -355,19 +376,21 @@ class Values:
             self._core.worker_lost(worker, reason)
             self._mail.forget(worker)
             never = [r for r in self._waiters if self._core.state(r) is State.GONE]
-            waiters = [finish for r in never for _, finish in self._waiters.pop(r)]
+            waiters = [waiter for r in never for waiter in self._waiters.pop(r)]
             waiters += self._waiters_for(worker)
             self._changed.notify_all()
         self._act()
-        for finish in waiters:
-            finish(None, ReferenceLost(f"The worker that was to make the value is gone: {reason}"))
+        for waiter in waiters:
+            waiter.finish(
+                None, ReferenceLost(f"The worker that was to make the value is gone: {reason}")
+            )
 
-    def _waiters_for(self, worker: int) -> list[Finish]:
+    def _waiters_for(self, worker: int) -> list[_Waiter]:
         """Take out those who wait for the sake of that worker."""
-        let_go: list[Finish] = []
+        let_go: list[_Waiter] = []
         for reference, waiters in list(self._waiters.items()):
-            let_go += [finish for asker, finish in waiters if asker == worker]
-            kept = [each for each in waiters if each[0] != worker]
+            let_go += [waiter for waiter in waiters if waiter.asked_by == worker]
+            kept = [waiter for waiter in waiters if waiter.asked_by != worker]
             self._waiters[reference] = kept
             if not kept:
                 del self._waiters[reference]
@@ -427,8 +450,8 @@ class Values:
                     reason = self._core.error(reference)
                     waiters = self._waiters.pop(reference, [])
                     self._changed.notify_all()
-                for _, finish in waiters:
-                    finish(None, reason)
+                for waiter in waiters:
+                    waiter.finish(None, reason)
 
     def debug_info(self) -> dict[str, int]:
         with self._changed:

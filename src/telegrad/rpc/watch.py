@@ -45,6 +45,12 @@ class Timer:
 
     def cancel(self) -> None:
         self.cancelled = True
+        # It stays in the queue until it is due, and would hold on to what it was to work on.
+        self.work = _nothing
+
+
+def _nothing() -> None:
+    return None
 
 
 class Watch:

@@ -49,3 +49,8 @@ class WorkerInfo:
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+def is_worker_id(number: object) -> bool:
+    """Whether a worker may have that id; what others send as one may be anything."""
+    return type(number) is int and 0 <= number <= MAX_WORKER_ID

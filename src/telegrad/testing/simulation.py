@@ -144,7 +144,11 @@ class _Job:
         members = self._members.seen_by_another()
         runtime = SimulatedRuntime(self.scheduler, worker)
         worker.node = SimulatedNode(
-            WorkerInfo(worker.name, number), members, runtime, timeout=timeout
+            WorkerInfo(worker.name, number),
+            members,
+            runtime,
+            timeout=timeout,
+            liveness=self.faults.liveness,
         )
         worker.node.coroutines = SimulatedCoroutines(self.scheduler, worker)
         worker.transport = SimulatedTransport(self.scheduler, self.network, worker, worker.node)

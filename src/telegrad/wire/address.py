@@ -313,3 +313,14 @@ def _why_unreachable(address: Address, timeout: float | None, error: OSError) ->
     if isinstance(error, PermissionError):
         return f"this user may not use {address}: it belongs to another user's job"
     return f"cannot reach {address}: {error.strerror or error}"
+
+
+def own_address_towards(host: str, port: int) -> str | None:
+    """The address of this host on the way to another, None if that is this host itself."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port or 9))
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if is_loopback(address) else address

@@ -14,8 +14,8 @@ The rules that keep this from doing harm:
 - One thread of a process looks, the one that asked last: who was just served is served next, as a
   rule. Two would take the interpreter from each other, and take that for a shared core.
 - Who was kept from looking for longer than a look takes shares the core with somebody who needs
-  it: nobody in this process looks for a while then, and for twice as long if it happens again
-  before anything was found by looking. On a crowded machine nobody looks.
+  it, or with many who look: nobody in this process looks for a while then, and for twice as long if
+  it happens again before anything was found by looking. On a crowded machine nobody looks.
 - With one core there is nobody to wait for: who would send cannot run meanwhile.
 """
 
@@ -27,9 +27,17 @@ import socket
 import time
 from typing import ClassVar
 
-LOOK_FOR = 0.0008
-"""Seconds. About what a worker takes for a small request, or for its part of a small pass."""
-KEPT_AWAY = 0.0002
+LOOK_FOR = 0.01
+"""Seconds. About what a worker takes for its part of a step of training, in the backward pass."""
+KEPT_AWAY = 0.001
+"""Seconds. Somebody who needs the core has it for longer; a machine that is shared from outside
+takes it away for less, and often."""
+LOOKS = 16
+CROWDED = LOOKS * 0.000012
+"""Seconds for so many looks in a row. Alone on its core a look takes some 3 us, and 8 if two take
+turns."""
+IN_A_ROW = 3
+"""So often in a row looks are slow where many look. Once they are when a machine is disturbed."""
 REST_FOR = 0.001
 LONGEST_REST = 1.0
 
@@ -62,18 +70,28 @@ class Lookout:
         if look(0):
             return True
         Lookout._looks = self
+        slow = 0
         while True:
-            os.sched_yield()
-            before, now = now, time.monotonic()
-            if now > until or Lookout._looks is not self:
+            began = now
+            for _ in range(LOOKS):
+                os.sched_yield()
+                before, now = now, time.monotonic()
+                if now > until or Lookout._looks is not self:
+                    return False
+                if now - before > KEPT_AWAY:
+                    self._begin_rest(now)
+                    return False
+                if look(0):
+                    Lookout._rest = REST_FOR
+                    return True
+            slow = slow + 1 if now - began > CROWDED else 0
+            if slow == IN_A_ROW:
+                self._begin_rest(now)
                 return False
-            if now - before > KEPT_AWAY:
-                Lookout._resting_until = now + Lookout._rest
-                Lookout._rest = min(2 * Lookout._rest, LONGEST_REST)
-                return False
-            if look(0):
-                Lookout._rest = REST_FOR
-                return True
+
+    def _begin_rest(self, now: float) -> None:
+        Lookout._resting_until = now + Lookout._rest
+        Lookout._rest = min(2 * Lookout._rest, LONGEST_REST)
 
     def came(self) -> None:
         """After a read that had to wait."""

@@ -93,12 +93,27 @@ class Receiving(Outbox):
                 return None
 
     def has_frame(self) -> bool:
-        """Whether a whole small frame has been read already."""
+        """Whether a whole small frame has been read already, and nothing of it is waited for."""
         have = self._end - self._start
         if have < HEADER_SIZE or self._arriving is not None:
             return False
         total: int = HEADER.unpack_from(self._window, self._start)[6]
-        return have >= HEADER_SIZE + total
+        if have < HEADER_SIZE + total:
+            return False
+        return self._group is None or not self._next_is_carried()
+
+    def _next_is_carried(self) -> bool:
+        """Whether a frame has been read of which tensors come through the group. Who takes it up
+        waits for them, so nobody who has been served is to wait for that."""
+        have = self._end - self._start
+        if have < HEADER_SIZE:
+            return False
+        header = HEADER.unpack_from(self._window, self._start)
+        rows, total = header[3], header[6]
+        if have < HEADER_SIZE + total or ROW * rows > total:
+            return False
+        table = struct.unpack_from(f"<{2 * rows}Q", self._window, self._start + HEADER_SIZE)
+        return any(place != INLINE and place >= GROUP for place in table[1::2])
 
     def forget_unread(self) -> None:
         """For the reader, after what cannot be read: nobody is to try it again."""
@@ -114,7 +129,9 @@ class Receiving(Outbox):
         """Whether a frame is here and its tensors are still on their way through the group or the
         lane: no byte of the stream tells when they have come."""
         large = self._large
-        return self._arriving is not None or (large is not None and bool(large.arrivals))
+        if self._arriving is not None or (large is not None and large.arrivals):
+            return True
+        return self._group is not None and self._next_is_carried()
 
     def _fill(self, need: int) -> bool:
         if self._start == self._end:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from telegrad.autograd.service import TOPIC_RELEASE
+from telegrad.autograd.censuses import TOPIC_RELEASE
 from telegrad.compat import stock
 from telegrad.compat.rpc import backend_registry
 from telegrad.compat.rpc.agent import TensorPipeAgent, start

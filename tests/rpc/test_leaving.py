@@ -1,0 +1,201 @@
+"""Leaving a job, in good order or not: who waits, who is told, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import rpc
+from tests.rpc import functions
+from tests.rpc.fleet import Job, Process, join, results, serve_store
+from tests.rpc.inside import begin_call, call, open_files, outcome_of_begun, when_settled
+
+Start = Callable[[], Process]
+MakeJob = Callable[..., Job]
+
+
+def job_directories() -> set[Path]:
+    return set(Path(os.environ["XDG_RUNTIME_DIR"]).glob("telegrad-*"))
+
+
+def leftovers() -> tuple[list[str], list[str]]:
+    """The threads and the open files of this process, once what is about to end has ended."""
+    gc.collect()
+    when_settled(lambda: threading.active_count() == 1)
+    return [thread.name for thread in threading.enumerate()], open_files()
+
+
+def visit(processes: list[Process], port: int) -> None:
+    """Join a job, make a large call, and leave."""
+    results([p.begin(join, f"w{rank}", rank, 2, port) for rank, p in enumerate(processes)])
+    processes[0].do(call, "w1", functions.echo, torch.ones(100_000))
+    results([process.begin(rpc.shutdown) for process in processes])
+
+
+def test_leaving_leaves_no_thread_socket_or_file(start: Start) -> None:
+    store, processes, directories = serve_store(), [start(), start()], job_directories()
+    visit(processes, store.port)
+    before = processes[0].do(leftovers)
+    for _ in range(3):
+        visit(processes, store.port)
+    assert processes[0].do(leftovers) == before
+    assert before[0] == ["MainThread"]
+    # Those of tests that run at the same time go, too, when their jobs end.
+    new = job_directories() - directories
+    assert when_settled(lambda: not new & job_directories(), 90.0)
+
+
+def leave_events(path: list[str], count: int) -> None:
+    """Calls that make calls that make calls, begun by a worker that shuts down at once."""
+    if count:
+        rpc.rpc_async(path[0], leave_events, args=(path[1:] + path[:1], count - 1))
+    functions.record(count)
+    time.sleep(0.01)
+
+
+def shut_down_and_count(path: list[str], count: int) -> int:
+    if path:
+        leave_events(path, count)
+    rpc.shutdown(timeout=30)
+    return len(functions.take_recorded())
+
+
+def test_a_graceful_shutdown_waits_for_calls_that_running_calls_still_make(
+    make_job: MakeJob,
+) -> None:
+    job = make_job("a", "b", "c")
+    counts = [
+        job["a"].begin(shut_down_and_count, ["b", "c", "a"], 60),
+        job["b"].begin(shut_down_and_count, [], 0),
+        job["c"].begin(shut_down_and_count, [], 0),
+    ]
+    assert sum(results(counts)) == 61
+
+
+def timed_shutdown(**options: Any) -> tuple[float, BaseException | None]:
+    started = time.monotonic()
+    try:
+        rpc.shutdown(**options)
+    except rpc.TelegradError as error:
+        return time.monotonic() - started, error
+    return time.monotonic() - started, None
+
+
+def test_a_shutdown_that_others_do_not_join_ends_at_its_timeout(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    seconds, error = job["a"].do(timed_shutdown, timeout=0.5)
+    assert isinstance(error, rpc.CallTimeout)
+    assert "not every worker has called shutdown" in str(error)
+    assert 0.5 <= seconds < 3
+    assert not job["a"].do(rpc.is_initialized)
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_a_shutdown_is_not_held_up_by_a_function_that_hangs(start: Start, size: Any) -> None:
+    store = serve_store()
+    a, b = start(), start()
+    ranks = (0, 1) if size else (None, None)
+    results(
+        [
+            a.begin(join, "a", ranks[0], size, store.port),
+            b.begin(join, "b", ranks[1], size, store.port),
+        ]
+    )
+    a.do(begin_call, "b", functions.wait_event, "never", timeout=0)
+    leaving = [a.begin(timed_shutdown, timeout=1), b.begin(timed_shutdown, timeout=1)]
+    for seconds, _ in results(leaving):
+        # Its timeout, farewells to who does not read them, and a busy machine.
+        assert seconds < 1 + 2.0
+
+
+def test_callers_that_gave_up_do_not_hold_a_shutdown_up(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    with pytest.raises(rpc.CallTimeout):
+        job["a"].do(call, "b", functions.wait_event, "never", timeout=0.1)
+    leaving = [job[name].begin(timed_shutdown) for name in "ab"]
+    for seconds, error in results(leaving):
+        assert error is None
+        assert seconds < 10
+
+
+def test_leaving_without_grace_tells_those_who_wait(make_job: MakeJob) -> None:
+    job = make_job("a", "b", "c")
+    job["a"].do(begin_call, "b", functions.announce_and_wait, "begun", "never")
+    job["c"].do(call, "b", functions.wait_event, "begun")
+    job["b"].do(rpc.shutdown, graceful=False)
+    with pytest.raises(rpc.WorkerLost, match=r"'b' is gone: it has left.*announce_and_wait"):
+        job["a"].do(outcome_of_begun)
+    assert job["a"].do(call, "c", functions.who_am_i) == "c"
+    for seconds, error in results([job[name].begin(timed_shutdown) for name in "ac"]):
+        assert error is None
+        assert seconds < 5
+
+
+def test_calls_of_a_worker_that_leaves_end_with_job_closed(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    job["a"].do(begin_call, "b", functions.wait_event, "never")
+    job["a"].do(rpc.shutdown, graceful=False)
+    with pytest.raises(rpc.JobClosed, match="'a' shut down before the answer came"):
+        job["a"].do(outcome_of_begun)
+
+
+def test_a_job_whose_workers_were_killed_leaves_nothing_once_another_starts(
+    make_job: MakeJob,
+) -> None:
+    before = job_directories()
+    killed = make_job("a", "b")
+    [left] = job_directories() - before
+    killed.abandon()
+    assert any(left.glob("*.sock"))
+    os.utime(left, (0, 0))
+    make_job("a", "b")
+    assert not left.exists()
+
+
+def test_the_last_worker_removes_the_sockets_of_those_that_were_killed(make_job: MakeJob) -> None:
+    before = job_directories()
+    job = make_job("a", "b")
+    [made] = job_directories() - before
+    job["b"].kill()
+    job["a"].do(rpc.shutdown)
+    assert not made.exists()
+
+
+EXITS_DURING_A_CALL = """
+import sys, threading, torch
+from telegrad import rpc
+
+begun, left = threading.Event(), threading.Event()
+
+def compute():
+    turns = 2000
+    while turns:
+        begun.set()
+        turns -= left.is_set()
+        future = torch.futures.Future()
+        future.then(lambda done: done.wait())
+        future.set_result(1)
+
+rpc.init_rpc("alone", rank=0, world_size=1, init_method=f"file://{sys.argv[1]}")
+rpc.rpc_async("alone", compute)
+begun.wait()
+rpc.shutdown(graceful=False)
+left.set()
+sys.exit(3)
+"""
+
+
+def test_a_process_that_exits_while_a_call_runs_keeps_its_exit_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EXITS_DURING_A_CALL, str(tmp_path / "meeting")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (3, "")

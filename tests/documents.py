@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,13 +23,11 @@ def output_of(script: str, directory: Path, timeout: float) -> str:
     """What a script of the documentation prints, which must not fail."""
     path = directory / "script.py"
     path.write_text(script)
-    done = subprocess.run(
-        [sys.executable, path],
+    done = run_script(
+        path,
+        timeout=timeout,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

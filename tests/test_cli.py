@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,11 @@ import pytest
 from telegrad import doctor
 from telegrad.cli import main, split_arguments
 from telegrad.version import __version__
+from tests.scripts import run_script
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "telegrad", *arguments], capture_output=True, text=True, timeout=60
-    )
+    return run_script("-m", "telegrad", *arguments)
 
 
 def test_version_is_printed() -> None:

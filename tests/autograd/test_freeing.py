@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from telegrad.autograd.freeing import free_without_recursion
+from tests.scripts import run_script
 
 DEEP = 70_000
 
@@ -42,8 +42,7 @@ print(x.grad.item())
 
 def run(keep: bool, outlives: bool = False) -> subprocess.CompletedProcess[str]:
     script = SCRIPT.replace("{keep}", str(keep)).replace("{outlives}", str(outlives))
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_script("-c", script)
 
 
 @pytest.mark.parametrize("outlives", [False, True], ids=["loss goes last", "y goes last"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import telegrad.compat
+from tests.scripts import run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "parameter_server.py"
 COMPAT = Path(telegrad.compat.__file__).parent
@@ -18,13 +18,7 @@ LOSSES = "losses [0.159995, 0.094575, 0.03803]"
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name != "TELEGRAD_COMPAT"}
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    return run_script(*command, timeout=110, env={**inherited, **environment})
 
 
 def test_a_script_and_the_processes_that_it_spawns_run_on_telegrad(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from telegrad.compile import calls, shapes
 from telegrad.optim import DistributedOptimizer
 from tests.compile import functions as f
 from tests.compile.checks import BACKENDS, compiled
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.usefixtures("job")
 
@@ -304,7 +303,7 @@ def test_a_worker_that_is_started_anew_is_called_by_the_graphs_that_there_are(
 ) -> None:
     script = tmp_path / "started_anew.py"
     script.write_text(STARTED_ANEW)
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    ran = run_script(script)
     assert ran.stdout.strip() == "1", ran.stderr
 
 
@@ -328,5 +327,5 @@ def test_a_reference_that_a_graph_made_belongs_to_its_context() -> None:
 def test_each_job_finds_its_own_workers_under_the_names_of_the_last(tmp_path: Any) -> None:
     script = tmp_path / "two_jobs.py"
     script.write_text(TWO_JOBS)
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    ran = run_script(script)
     assert ran.stdout.strip() == "3", ran.stderr

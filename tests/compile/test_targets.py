@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from telegrad import rpc
 from tests.compile import functions as f
 from tests.compile.checks import assert_same, compiled, differentiated
+from tests.scripts import run_script
 
 
 class Scale:
@@ -238,7 +237,8 @@ def main():
     made = torch.compile(lambda x: rpc.remote("a", doubled, (x,)), backend="eager", fullgraph=True)
     lost(made)
     rpc.rpc_sync("c", doubled, (torch.ones(2),))
-    torch.testing.assert_close(run(torch.ones(2), "c", doubled), torch.tensor(4.0))
+    found = run(torch.ones(2, requires_grad=True), "c", doubled)
+    torch.testing.assert_close(found, torch.tensor(4.0))
     assert not autograd.api.autograd_of().container
 
 if __name__ == "__main__":
@@ -249,5 +249,6 @@ if __name__ == "__main__":
 def test_a_worker_that_is_lost_is_told_as_in_eager_mode(tmp_path: Any) -> None:
     script = tmp_path / "lost.py"
     script.write_text(LOST)
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    ran = run_script(script)
     assert ran.stdout.split() == ["a", "b", "a", "b", "a"], ran.stderr
+    assert ran.returncode == 0, ran.stderr

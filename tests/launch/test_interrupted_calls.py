@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.scripts import run_script
 
 SCRIPT = """
 import os
@@ -48,5 +48,5 @@ def test_calls_that_are_interrupted_leave_the_link_to_those_that_follow(tmp_path
     """Ctrl-C comes to the thread that runs main, which is not the one that joined the job."""
     script = tmp_path / "interrupted.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = run_script(script, timeout=60)
     assert done.stdout == "caught 200\n", done.stderr[-2000:]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from tests.scripts import run_script
 
 SCRIPT = """
 import os, signal, subprocess, threading, time
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 def test_a_second_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    ended = run_script(script)
     assert "left: [] False" in ended.stdout, ended.stdout + ended.stderr
 
 
@@ -68,13 +68,7 @@ def test_ctrl_c_while_a_job_starts_ends_whole_however_often_it_is_pressed(tmp_pa
     script = tmp_path / "script.py"
     script.write_text(STARTING)
     with tempfile.TemporaryDirectory(prefix="tg-") as directory:  # a socket's path has to be short
-        ended = subprocess.run(
-            [sys.executable, script],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "XDG_RUNTIME_DIR": directory},
-        )
+        ended = run_script(script, env={**os.environ, "XDG_RUNTIME_DIR": directory})
     assert ended.stdout == "still joining: False left: []\n", ended.stdout + ended.stderr
     assert ended.returncode == 0, ended.stderr
 
@@ -103,5 +97,5 @@ def test_ctrl_c_ends_a_main_that_a_library_runs(tmp_path: Path) -> None:
     """Between the launch and where it waits there is no frame of the program."""
     script = tmp_path / "script.py"
     script.write_text(LOOP)
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    ended = run_script(script)
     assert ended.stdout == "interrupted\n", ended.stdout + ended.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import telegrad
 from telegrad import rpc
 from telegrad.launch.errors import LaunchError
+from tests.scripts import run_script
 
 SCRIPT = """
 import dataclasses, os, sys
@@ -50,8 +49,7 @@ def call_everyone(names: list[str]) -> int:
 def test_functions_and_classes_of_the_script_are_known_to_workers(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text(SCRIPT)
-    command = [sys.executable, "-m", "telegrad", "run", str(path), "-w", "2", "--x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = run_script("-m", "telegrad", "run", path, "-w", "2", "--x")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "workers 3 ['--x']"
 
@@ -75,7 +73,7 @@ if __name__ == "__main__":
 def test_what_the_first_optimizer_imports_is_imported_once_for_all_workers(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text(OPTIMIZES)
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=90)
+    done = run_script(path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "True"], "main itself makes no torch optimizer"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from telegrad import rpc
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Process, join, results, serve_store
 from tests.rpc.inside import begin_call, call, open_files, outcome_of_begun, when_settled
+from tests.scripts import run_script
 
 Start = Callable[[], Process]
 MakeJob = Callable[..., Job]
@@ -196,6 +195,5 @@ sys.exit(3)
 
 
 def test_a_process_that_exits_while_a_call_runs_keeps_its_exit_code(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", EXITS_DURING_A_CALL, str(tmp_path / "meeting")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_script("-c", EXITS_DURING_A_CALL, tmp_path / "meeting")
     assert (done.returncode, done.stderr) == (3, "")

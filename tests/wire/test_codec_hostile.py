@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.wire.codec import CodecError, Trust, pack, unpack
+from tests.scripts import run_script
 from tests.wire.codec_samples import Mode, Pair, Record, Ticket, exported
 
 BASE = torch.arange(32.0)
@@ -115,7 +114,5 @@ def test_data_only_imports_nothing() -> None:
         "except CodecError as error:\n"
         "    print(set(sys.modules) - before or error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_script("-c", program)
     assert "antigravity:flyxxxxxxxxxxxxxxxxxx is not exported here" in done.stdout

@@ -149,17 +149,24 @@ class _Condition(threading.Condition):
     def __init__(self, runtime: ThreadRuntime) -> None:
         super().__init__()
         self._runtime = runtime
+        self._notices = 0
 
     def wait(self, timeout: float | None = None) -> bool:
         self._runtime.transport.blocking()
         ends = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
-            at_a_time = interrupts.at_a_time(ends - time.monotonic())
-            if super().wait(at_a_time):
-                return True
+        known = self._notices
+        while not super().wait(interrupts.at_a_time(ends - time.monotonic())):
             interrupts.run_put_off()
+            # Notified after its time was up, and before it had the lock again: Python says False.
+            if self._notices != known:
+                return True
             if time.monotonic() >= ends:
                 return False
+        return True
+
+    def notify_all(self) -> None:
+        self._notices += 1
+        super().notify_all()
 
 
 class ThreadRuntime:

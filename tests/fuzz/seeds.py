@@ -24,6 +24,20 @@ from telegrad.autograd.messages import (
     Options,
     encode,
 )
+from telegrad.rpc.reference_mail import in_one
+from telegrad.rpc.reference_messages import (
+    Accepted,
+    Fence,
+    Fenced,
+    ForkId,
+    Gone,
+    Message,
+    ReferenceId,
+    Register,
+    Release,
+    Transfer,
+    Unpin,
+)
 from telegrad.wire.codec import Packed, Trust, pack
 from telegrad.wire.frames import HEADER, INLINE, Kind
 from telegrad.wire.handshake import _encode
@@ -105,6 +119,9 @@ def _worker() -> dict[str, bytes]:
     def post(topic: str, payload: Any, note: bytes = b"") -> bytes:
         return frame_bytes(Kind.POST, note, pack((topic, payload), None, Trust.DATA).meta)
 
+    def told(*messages: Message) -> bytes:
+        return frame_bytes(Kind.POST, b"", pack(in_one(1, messages), None, Trust.DATA).meta)
+
     def passing(message: Any) -> bytes:
         packed = pack(encode(CONTEXT, PASS, message), None, Trust.DATA)
         return frame_bytes(Kind.POST, b"", packed.meta)
@@ -118,11 +135,16 @@ def _worker() -> dict[str, bytes]:
         "noted": frame_bytes(Kind.CALL, pack_note((1 << 48) + 1, (1 << 48) + 9, (0,)), noted),
         "create": call("create", (((0, 1, 5), (1, 6)), give_back, (1,), {}))
         + call("fetch", ((0, 1, 5),))
-        + post("reference", (1, ("release", ((0, 1, 5), (1, 6))))),
+        + told(Release(Transfer(ReferenceId(0, 1, 5), ForkId(1, 6)))),
         "invoke": call("invoke", ((0, 0, 0), "total", (), {})),
-        "reference": post("reference", (1, ("register", ((0, 0, 0), (2, 1)), 1)))
-        + post("reference", (2, ("fence", (2,))))
-        + post("reference", (3, ("gone", (1, 1)))),
+        "reference": told(
+            Register(Transfer(ReferenceId(0, 0, 0), ForkId(2, 1)), 1),
+            Fence((2,)),
+            Gone(ForkId(1, 1)),
+            Unpin(ForkId(1, 1)),
+            Accepted(ForkId(1, 1)),
+            Fenced(2),
+        ),
         "census": post("autograd.release", (1, 1, (1 << 48) + 5, ((1 << 48) + 5,), (2,))),
         "holder": post("autograd.holder", CONTEXT) + call("autograd.describe", (CONTEXT,)),
         "backward": call("autograd.backward", ((0, 0, 0), CONTEXT, False)),

@@ -20,7 +20,21 @@ import torch
 
 from telegrad.rpc.calls import Calls
 from telegrad.rpc.errors import ReferenceLost, TelegradError, WorkerLost
-from telegrad.rpc.reference_messages import read_message
+from telegrad.rpc.reference_messages import (
+    Accepted,
+    Fence,
+    Fenced,
+    ForkId,
+    Gone,
+    Message,
+    ReferenceId,
+    Register,
+    Release,
+    Transfer,
+    Unpin,
+    read_messages,
+    write_message,
+)
 from telegrad.rpc.references import References, State
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire import names
@@ -307,8 +321,7 @@ def references(data: bytes) -> None:
     handles: list[Any] = [core.create_local(), core.create_remote(1).fork]
     for at in range(0, len(data) - 8, 8):
         op, a, b, c, d, e, f, sender = (byte & 7 for byte in data[at : at + 8])
-        reference, fork = (a, b, c), (d, e)
-        said: tuple[Any, ...]
+        transfer = Transfer(ReferenceId(a, b, c), ForkId(d, e))
         try:
             match data[at] >> 3:
                 case 0:
@@ -321,8 +334,8 @@ def references(data: bytes) -> None:
                 case 3:
                     handles.append(core.create_local(State.PENDING))
                 case _:
-                    said = _said(op, reference, fork, f)
-                    core.receive(1 + sender % 3, read_message(said))
+                    for said in read_messages(write_message(_said(op, transfer, f))):
+                        core.receive(1 + sender % 3, said)
         except (ReferenceLost, WorkerLost, TelegradError, ValueError, KeyError):
             pass
         for action in core.take_actions():
@@ -330,17 +343,16 @@ def references(data: bytes) -> None:
         core.debug_info()
 
 
-def _said(op: int, reference: Any, fork: Any, worker: int) -> tuple[Any, ...]:
-    transfer = (reference, fork)
+def _said(op: int, transfer: Transfer, worker: int) -> Message:
     return (
-        ("register", transfer, worker),
-        ("release", transfer),
-        ("accepted", fork),
-        ("unpin", fork),
-        ("gone", fork),
-        ("fence", (worker,)),
-        ("fenced", worker),
-        ("none", transfer),
+        Register(transfer, worker),
+        Release(transfer),
+        Accepted(transfer.fork),
+        Unpin(transfer.fork),
+        Fence((worker,)),
+        Fenced(worker),
+        Gone(transfer.fork),
+        Gone(transfer.fork, "fuzzed"),
     )[op]
 
 

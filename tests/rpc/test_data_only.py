@@ -15,9 +15,12 @@ import telegrad
 from telegrad import rpc
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.node import current_node
+from telegrad.rpc.reference_mail import in_one
+from telegrad.rpc.reference_messages import ForkId, Gone
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import HEADER, Kind
 from telegrad.wire.opaque import TreeUnpickler
+from telegrad.wire.parcel import Parcel
 from telegrad.wire.tags import Tag
 from tests.rpc import data_functions as functions
 from tests.rpc.fleet import Job, Nursery
@@ -164,10 +167,10 @@ def hostile_posts() -> list[Any]:
     return [
         (big, 1),
         ("reference", big),
-        ("reference", (big, ("gone", (1, 2)))),
-        ("reference", (1, ("fence", (big,)))),
         ("reference", (1, big)),
-        ("reference", (1 << 40, ("gone", (1, 2)))),
+        in_one(1 << 40, [Gone(ForkId(1, 2))]),
+        Parcel("reference", b"short", ()),
+        Parcel("reference", bytes(8) + b"\x04" + b"\xff" * 8, ()),
         ("autograd.release", (big, 1, 1, (), ())),
         ("autograd.release", (0, 1, 1, (big,), ())),
         ("autograd.release", (0, 1, 1, (), (big,))),

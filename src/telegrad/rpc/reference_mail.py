@@ -1,24 +1,30 @@
 """The messages of the reference protocol, in order between each two workers.
 
 They wait in a lane for each worker, so that one who cannot be reached holds up nobody else, and are
-numbered there: the receiver puts them in order and drops doubles.
+numbered there: the receiver puts them in order and drops doubles. Those that wait leave together.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from telegrad.rpc.reference_messages import Fence, Message, as_data, read_message
+from telegrad.rpc.reference_messages import Fence, Message, read_messages, write_message
 from telegrad.rpc.runtime import Condition
+from telegrad.wire.parcel import Parcel
 
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
 
 TOPIC = "reference"
 MAX_EARLY = 1 << 16
+MOST_TOGETHER = 128
+_NUMBER = struct.Struct("<Q")
+"""Of the first message in a parcel."""
 
 
 class Inbox:
@@ -122,40 +128,48 @@ class Mail:
                         sending = lane.sending = False
                         self._changed.notify_all()
                         return
-                    message = lane.messages[0]
-                self._node.post(to, TOPIC, (lane.sent + 1, as_data(message)))
+                    leaving = list(islice(lane.messages, MOST_TOGETHER))
+                self._node.post(to, TOPIC, in_one(lane.sent + 1, leaving))
                 with self._changed:
-                    lane.messages.popleft()
-                    lane.sent += 1
+                    for _ in leaving:
+                        lane.messages.popleft()
+                    lane.sent += len(leaving)
         except BaseException:
-            # It may have left or not: another thread sends it again, under the same number.
+            # They may have left or not: another thread sends them again, under the same numbers.
             if sending:
                 lane.sending = False
                 self._node.runtime.spawn(partial(self._send_lane, to, lane))
             raise
 
     def _received(self, sender: int, payload: Any) -> None:
-        number, data = payload
+        if type(payload) is not Parcel or len(payload.data) < _NUMBER.size:
+            raise ValueError("a message of the reference protocol has no number")
+        (first,) = _NUMBER.unpack_from(payload.data)
+        came = list(read_messages(payload.data[_NUMBER.size :]))
         with self._changed:
             if self._node.is_lost(sender):
                 return
             inbox = self._inboxes.setdefault(sender, Inbox())
-            if type(number) is not int:
-                raise ValueError("a message of the reference protocol has no number")
-            inbox.keep(number, read_message(data))
-            message = inbox.begin_next()
+            for number, message in enumerate(came, first):
+                inbox.keep(number, message)
+            following = inbox.begin_next()
         failure: Exception | None = None
-        while message is not None:
+        while following is not None:
             try:
-                self._receive(sender, message)
+                self._receive(sender, following)
             except Exception as error:
                 # Those behind it have left their threads to this one.
                 failure = failure or error
             with self._changed:
                 inbox.receiving = False
-                message = inbox.begin_next()
+                following = inbox.begin_next()
         if failure is not None:
             raise failure
+
+
+def in_one(first: int, messages: Iterable[Message]) -> Parcel:
+    """Messages that follow one another, of which the first has that number."""
+    return Parcel(TOPIC, _NUMBER.pack(first) + b"".join(map(write_message, messages)), ())
 
 
 def _weight(message: Message) -> int:

@@ -1,10 +1,14 @@
-"""What workers say to each other of references, and how that travels: as plain data.
+"""What workers say to each other of references, and how that travels.
 
-`references.py` decides who says what, and has the words.
+`references.py` decides who says what, and has the words. Each is a byte that says which, and
+numbers; several travel in one message, one behind the other.
 """
 
 from __future__ import annotations
 
+import enum
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,7 +97,7 @@ class Gone:
 Message = Register | Accepted | Unpin | Release | Fence | Fenced | Gone
 
 
-# As plain data.
+# Names in messages of others, as plain data.
 
 
 def read_reference(data: Any) -> ReferenceId:
@@ -115,43 +119,92 @@ def read_transfer(data: Any) -> Transfer:
     return Transfer(read_reference(reference), _fork(fork))
 
 
-def _transfer_data(transfer: Transfer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(transfer.reference), tuple(transfer.fork)
+# The words as bytes.
 
 
-def as_data(message: Message) -> tuple[Any, ...]:
-    """A message of the protocol as plain data."""
+class _Word(enum.IntEnum):
+    REGISTER = 0
+    ACCEPTED = 1
+    UNPIN = 2
+    RELEASE = 3
+    FENCE = 4
+    FENCED = 5
+    GONE = 6
+
+
+_NUMBERS: dict[int, struct.Struct] = {
+    _Word.REGISTER: struct.Struct("<6Q"),
+    _Word.ACCEPTED: struct.Struct("<2Q"),
+    _Word.UNPIN: struct.Struct("<2Q"),
+    _Word.RELEASE: struct.Struct("<5Q"),
+    _Word.FENCE: struct.Struct("<Q"),  # how many workers follow
+    _Word.FENCED: struct.Struct("<Q"),
+    _Word.GONE: struct.Struct("<3Q"),  # the last: how many bytes of text follow
+}
+
+
+def write_message(message: Message) -> bytes:
     match message:
-        case Register(transfer, holder):
-            return ("register", _transfer_data(transfer), holder)
         case Release(transfer):
-            return ("release", _transfer_data(transfer))
+            return _written(_Word.RELEASE, *transfer.reference, *transfer.fork)
+        case Register(transfer, holder):
+            return _written(_Word.REGISTER, *transfer.reference, *transfer.fork, holder)
         case Accepted(fork):
-            return ("accepted", tuple(fork))
+            return _written(_Word.ACCEPTED, *fork)
         case Unpin(fork):
-            return ("unpin", tuple(fork))
-        case Gone(fork, reason):
-            return ("gone", tuple(fork), reason)
+            return _written(_Word.UNPIN, *fork)
         case Fence(lost):
-            return ("fence", lost)
+            return _written(_Word.FENCE, len(lost)) + struct.pack(f"<{len(lost)}Q", *lost)
         case Fenced(lost):
-            return ("fenced", lost)
+            return _written(_Word.FENCED, lost)
+        case Gone(fork, reason):
+            text = reason.encode(errors="replace")
+            return _written(_Word.GONE, *fork, len(text)) + text
 
 
-def read_message(data: Any) -> Message:
-    match data:
-        case ("register", transfer, int(holder)):
-            return Register(read_transfer(transfer), holder)
-        case ("release", transfer):
-            return Release(read_transfer(transfer))
-        case ("accepted", fork):
-            return Accepted(_fork(fork))
-        case ("unpin", fork):
-            return Unpin(_fork(fork))
-        case ("gone", fork, str(reason)):
-            return Gone(_fork(fork), in_few_words(reason))
-        case ("fence", [*lost]) if all(map(is_worker_id, lost)):
-            return Fence(tuple(set(lost)))
-        case ("fenced", int(lost)):
-            return Fenced(lost)
-    raise ValueError("what came is no message of the reference protocol")
+def _written(word: _Word, *numbers: int) -> bytes:
+    return bytes((word,)) + _NUMBERS[word].pack(*numbers)
+
+
+def read_messages(data: bytes) -> Iterator[Message]:
+    """The messages in those bytes. `ValueError` where they are none."""
+    at = 0
+    while at < len(data):
+        word = data[at]
+        form = _NUMBERS.get(word)
+        if form is None or len(data) - at <= form.size:
+            raise ValueError("what came is no message of the reference protocol")
+        numbers = form.unpack_from(data, at + 1)
+        at += 1 + form.size
+        match word:
+            case _Word.RELEASE:
+                yield Release(_transfer(numbers))
+            case _Word.REGISTER:
+                yield Register(_transfer(numbers), numbers[5])
+            case _Word.ACCEPTED:
+                yield Accepted(ForkId(*numbers))
+            case _Word.UNPIN:
+                yield Unpin(ForkId(*numbers))
+            case _Word.FENCE:
+                lost = _rest(data, at, 8 * numbers[0])
+                at += len(lost)
+                workers = set(struct.unpack(f"<{numbers[0]}Q", lost))
+                if not all(map(is_worker_id, workers)):
+                    raise ValueError("a fence names what is no worker")
+                yield Fence(tuple(workers))
+            case _Word.FENCED:
+                yield Fenced(*numbers)
+            case _Word.GONE:
+                text = _rest(data, at, numbers[2])
+                at += len(text)
+                yield Gone(ForkId(*numbers[:2]), in_few_words(text.decode(errors="replace")))
+
+
+def _transfer(numbers: tuple[int, ...]) -> Transfer:
+    return Transfer(ReferenceId(*numbers[:3]), ForkId(*numbers[3:5]))
+
+
+def _rest(data: bytes, at: int, size: int) -> bytes:
+    if len(data) - at < size:
+        raise ValueError("a message of the reference protocol is longer than what came")
+    return data[at : at + size]

@@ -24,6 +24,8 @@ from telegrad.autograd.messages import (
     Options,
     encode,
 )
+from telegrad.rpc.loans import Loan
+from telegrad.rpc.methods import call_parcel, fetch_parcel
 from telegrad.rpc.reference_mail import in_one
 from telegrad.rpc.reference_messages import (
     Accepted,
@@ -119,6 +121,9 @@ def _worker() -> dict[str, bytes]:
     def post(topic: str, payload: Any, note: bytes = b"") -> bytes:
         return frame_bytes(Kind.POST, note, pack((topic, payload), None, Trust.DATA).meta)
 
+    def parcel(request: Any) -> bytes:
+        return frame_bytes(Kind.CALL, b"", pack(request, None, Trust.DATA).meta)
+
     def told(*messages: Message) -> bytes:
         return frame_bytes(Kind.POST, b"", pack(in_one(1, messages), None, Trust.DATA).meta)
 
@@ -134,9 +139,15 @@ def _worker() -> dict[str, bytes]:
         "call": call(give_back, (1, [2])) + call(weigh, (empty,)),
         "noted": frame_bytes(Kind.CALL, pack_note((1 << 48) + 1, (1 << 48) + 9, (0,)), noted),
         "create": call("create", (((0, 1, 5), (1, 6)), give_back, (1,), {}))
-        + call("fetch", ((0, 1, 5),))
+        + parcel(fetch_parcel(ReferenceId(0, 1, 5)))
         + told(Release(Transfer(ReferenceId(0, 1, 5), ForkId(1, 6)))),
-        "invoke": call("invoke", ((0, 0, 0), "total", (), {})),
+        "invoke": call("invoke", ((0, 0, 0), "total", (), {}))
+        + parcel(call_parcel(ReferenceId(0, 0, 0), "total", (Loan((0, 0, 0)),)))
+        + parcel(
+            call_parcel(
+                ReferenceId(0, 0, 0), "total", (), Transfer(ReferenceId(0, 1, 7), ForkId(1, 8))
+            )
+        ),
         "reference": told(
             Register(Transfer(ReferenceId(0, 0, 0), ForkId(2, 1)), 1),
             Fence((2,)),

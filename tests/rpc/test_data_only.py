@@ -14,9 +14,10 @@ import torch
 import telegrad
 from telegrad import rpc
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.methods import call_parcel, fetch_parcel
 from telegrad.rpc.node import current_node
 from telegrad.rpc.reference_mail import in_one
-from telegrad.rpc.reference_messages import ForkId, Gone
+from telegrad.rpc.reference_messages import ForkId, Gone, ReferenceId, Transfer
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import HEADER, Kind
 from telegrad.wire.opaque import TreeUnpickler
@@ -117,6 +118,9 @@ NOT_FOR_OTHERS: dict[str, Any] = {
         (((1, 0, 98), (0, 98)), functions.scale, (functions.Bomb(),), {}),
         {},
     ),
+    "a value made by a method that was not exported": call_parcel(
+        ReferenceId(1, 1, 0), "__init__", (), Transfer(ReferenceId(1, 0, 97), ForkId(0, 97))
+    ),
     "somebody else's value": ("fill", ((1, 1, 0), functions.scale, (1,), {}), {}),
     "an operation that is none": ("__init__", (), {}),
 }
@@ -129,7 +133,7 @@ def test_what_others_may_not_ask_is_refused_and_never_runs(job: Job, what: str) 
     assert not told.startswith("answered") or told == "answered None", told
     if what == "a value made by what was not exported":
         # The error is kept with the value, for who asks for it.
-        told = job["a"].do(send_raw, "b", ("fetch", ((1, 0, 99),), {}))
+        told = job["a"].do(send_raw, "b", fetch_parcel(ReferenceId(1, 0, 99)))
     assert "forbidden" not in told or "Refused" in told or "not exported" in told
     assert job["b"].do(functions.what_ran) == []
     assert job["a"].do(call, "b", functions.scale, 4) == 8
@@ -332,7 +336,8 @@ def test_what_every_object_has_is_no_method_for_others(job: Job, name: Any) -> N
 def test_a_value_that_was_not_given_cannot_be_guessed(job: Job) -> None:
     job["b"].do(keep_secret)
     for number in range(20):
-        assert "secret" not in job["a"].do(send_raw, "b", ("fetch", ((1, 1, number),), {}))
+        asked = fetch_parcel(ReferenceId(1, 1, number))
+        assert "secret" not in job["a"].do(send_raw, "b", asked)
 
 
 def keep_secret() -> None:

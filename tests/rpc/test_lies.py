@@ -18,7 +18,7 @@ from telegrad.autograd.context import WORKER_SHIFT, working_in
 from telegrad.autograd.crossing import pack_note
 from telegrad.autograd.messages import Begin, Fail, Failure, History, Options, decode, encode
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.methods import as_parcel
+from telegrad.rpc.methods import call_parcel, fetch_parcel
 from telegrad.rpc.node import current_node
 from telegrad.rpc.reference_mail import MAX_EARLY, Inbox, in_one
 from telegrad.rpc.reference_messages import (
@@ -239,7 +239,7 @@ def ask_for_what_never_comes(to: str) -> str:
     pending = node.calls.begin(node.members.find(to), "fetch", 30, node.runtime.now())
     agent = node.transport
     assert isinstance(agent, Agent)
-    meta = pack(("fetch", ((B, C, 12345),), {})).meta
+    meta = pack(fetch_parcel(ReferenceId(B, C, 12345))).meta
     agent._outgoing[B].link.send(Kind.CALL, pending.call_id, meta)  # type: ignore[union-attr]
     return "asked"
 
@@ -258,11 +258,13 @@ def test_who_waits_for_a_value_for_the_sake_of_a_lost_worker_is_let_go(three: Jo
 
 def ask_for(to: str, reference: tuple[int, int, int], operation: str) -> str:
     """Name a value as no honest worker does."""
-    if operation == "method":
-        named = ReferenceId(*reference)
-        return send_raw(to, as_parcel(named, "add", ()))
-    more = () if operation == "fetch" else ("add", (), {})
-    return send_raw(to, (operation, (reference, *more), {}))
+    named = ReferenceId(*reference)
+    forms = {
+        "fetch": fetch_parcel(named),
+        "method": call_parcel(named, "add", ()),
+        "invoke": ("invoke", (reference, "add", (), {}), {}),
+    }
+    return send_raw(to, forms[operation])
 
 
 @pytest.mark.parametrize("operation", ["fetch", "invoke", "method"])

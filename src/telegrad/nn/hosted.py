@@ -36,13 +36,13 @@ class HostedModule:
     def forward(self, around: Ambient | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.compute(around, self.prepared(args), self.prepared(kwargs))
 
-    def forward_tensors(self, *tensors: torch.Tensor) -> Any:
-        """As `forward`, for what nearly all calls are."""
+    def forward_plainly(self, *args: Any) -> Any:
+        """As `forward`, for what nearly all calls are: no keywords, nothing around."""
         if self.device is not None:
-            tensors = self._on_device(tensors)
+            args = self._on_device(args)
         if self._compilation is None:
-            return self.module(*tensors)
-        return self.compute(None, tensors, {})
+            return self.module(*args)
+        return self.compute(None, args, {})
 
     def forward_under(
         self,

@@ -16,14 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from telegrad import autograd
 from telegrad.nn.ambient import Ambient, ambient, under
 from telegrad.rpc import RRef, WorkerInfo, remote, rpc_sync
 from telegrad.rpc.loans import Loan
+from telegrad.rpc.node import current_node
 from telegrad.rpc.outside import outside_of_graphs
 from telegrad.rpc.rref import remote_method
 
 T = TypeVar("T")
+_TENSORS = {torch.Tensor}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,13 @@ def _backward(
     autograd.backward(context_id, [lazy.to_here(timeout)], timeout=timeout, **options)
 
 
-def lazily(module: RRef[Any], timeout: float | None, request: tuple[Any, ...]) -> Lazy[Any]:
-    """What `forward(*request)` of a hosted module or stage will return, left there."""
+def lazily(
+    module: RRef[Any], timeout: float | None, method: str, request: tuple[Any, ...]
+) -> Lazy[Any]:
+    """What that method of a hosted module or stage will return, left there."""
     lenders: list[RRef[Any]] = []
     named = lent(request, lenders)
-    return Lazy(remote_method(module, timeout, "forward", named, {}, tuple(lenders)))
+    return Lazy(remote_method(module, timeout, method, named, {}, tuple(lenders)))
 
 
 def lent(value: Any, lenders: list[RRef[Any]]) -> Any:
@@ -85,7 +91,8 @@ def lent(value: Any, lenders: list[RRef[Any]]) -> Any:
         lenders.append(value.rref)
         return Loan.of(value.rref)
     if kind is tuple:
-        return tuple([lent(item, lenders) for item in value])
+        plain = {*map(type, value)} <= _TENSORS
+        return value if plain else tuple([lent(item, lenders) for item in value])
     if kind is list:
         return [lent(item, lenders) for item in value]
     if kind is dict:
@@ -99,7 +106,7 @@ def resolve(value: Any) -> Any:
     """The value with each `Lazy` and loan in it (in containers, too) replaced by what it is."""
     kind = type(value)
     if kind is Loan:
-        return value.take()
+        return value.take(current_node())
     if kind is Lazy:
         return value.to_here()
     if kind is tuple:

@@ -195,9 +195,9 @@ class Pipeline(nn.Module):
         """Let a micro-batch pass through all stages; the output stays at the last."""
         around = ambient()
         first, *others = self._hosted
-        value = lazily(first, self.timeout, (turn, around, (part.x,), part.kwargs))
+        value = lazily(first, self.timeout, "forward", (turn, around, (part.x,), part.kwargs))
         for hosted in others:
-            value = lazily(hosted, self.timeout, (turn, around, (value,), {}))
+            value = lazily(hosted, self.timeout, "forward", (turn, around, (value,), {}))
         return value
 
     def _at_the_end(self, outputs: list[Lazy[Any]], goal: _Goal) -> Any:

@@ -39,7 +39,7 @@ from telegrad.wire.codec import extend
 T = TypeVar("T")
 
 _numbers = itertools.count()
-_TENSORS = {torch.Tensor}
+_PLAIN = {torch.Tensor, Lazy}
 _VERSIONS = "versions on the worker"
 _SHARED = {*vars(nn.Module()), "rref", "remote_device", "timeout", "_number"}
 """What each face of a module has by itself; the rest of its attributes are those of a subclass."""
@@ -109,13 +109,9 @@ class RemoteModule(nn.Module):
         """Run the module on its worker and wait. `Lazy` arguments are fetched by that worker."""
         if is_dynamo_compiling():
             return self.rref.rpc_sync(self.timeout).forward_under(*_modes(), args, kwargs)
-        around = ambient()
         lenders: list[RRef[Any]] = []  # kept while this waits
-        if around is None and not kwargs and {*map(type, args)} <= _TENSORS:
-            pending = begin_method(self.rref, self.timeout, "forward_tensors", args)
-        else:
-            request = (around, lent(args, lenders), lent(kwargs, lenders))
-            pending = begin_method(self.rref, self.timeout, "forward", request)
+        method, request = _request(args, kwargs)
+        pending = begin_method(self.rref, self.timeout, method, lent(request, lenders))
         return finish_method(self.rref, pending)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
@@ -130,7 +126,7 @@ class RemoteModule(nn.Module):
     def lazy(self, *args: Any, **kwargs: Any) -> Lazy[Any]:
         """As a call, but the result stays on the worker. Hooks of this object do not run."""
         refuse_in_graph("Lazy results")
-        return lazily(self.rref, self.timeout, (ambient(), args, kwargs))
+        return lazily(self.rref, self.timeout, *_request(args, kwargs))
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(module, *args, **kwargs)` on the worker, with the module itself.
@@ -292,6 +288,14 @@ class RemoteModule(nn.Module):
 
     def __hash__(self) -> int:
         return hash(self._number)
+
+
+def _request(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """The method of the hosted module that runs it, and what that is given."""
+    around = ambient()
+    if around is None and not kwargs and {*map(type, args)} <= _PLAIN:
+        return "forward_plainly", args
+    return "forward", (around, args, kwargs)
 
 
 def _check_arguments(

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from telegrad.autograd.api import autograd_of, require_context
 from telegrad.autograd.leaves import add, grad_slots
 from telegrad.optim.errors import GroupRefused, OptimizerError
+from telegrad.optim.torch_private import step_quietly
 from telegrad.optim.treatment import Treatment, all_finite, norms, treat
 from telegrad.rpc import RRef, get_worker_info
 
@@ -219,7 +220,7 @@ class OwnedOptimizer:
             aside = [parameter.grad for parameter in self._parameters]
             try:
                 self._put(gradients)
-                self._optimizer.step()
+                step_quietly(self._optimizer)
             except Exception as error:
                 if undo is not None:
                     self._restore(undo)

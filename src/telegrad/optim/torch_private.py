@@ -32,6 +32,22 @@ def announced_if_anyone_listens(step: _F) -> _F:
     return cast(_F, stepping)
 
 
+_ANNOUNCING = Optimizer.profile_hook_step(lambda self: None).__code__
+
+
+def step_quietly(optimizer: Optimizer) -> None:
+    """`optimizer.step()`, without torch's wrapper around it where nobody listens.
+
+    A step that anyone else has wrapped, or has put into the object, is left as it is.
+    """
+    step: Any = type(optimizer).step
+    is_torchs = getattr(step, "__code__", None) is _ANNOUNCING and "step" not in vars(optimizer)
+    if is_torchs and not _is_listened_to(optimizer):
+        step.__wrapped__(optimizer)
+    else:
+        optimizer.step()
+
+
 def _is_listened_to(optimizer: Optimizer) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks

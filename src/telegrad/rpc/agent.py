@@ -238,7 +238,7 @@ class Agent:
         unwritten = False
         for incoming in list(self._incoming.values()):
             running |= incoming.tick()
-            unwritten |= incoming.tidies()
+            unwritten |= incoming.tidies(now)
         for outgoing in list(self._outgoing.values()):
             if isinstance(outgoing, Outgoing):
                 unwritten |= outgoing.tidies()

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 IDLE_TIMEOUT = 0.5
 TICKS_BEFORE_BEGUN = 12
 PATIENCE = 5.0
+UNHURRIED = 0.02
+"""Seconds that an answer may wait for company for which nobody waits."""
 FEW_ANSWERS = 64
 MOST_ANSWERS = 1 << 15
 MOST_ANSWER_BYTES = 1 << 30
@@ -94,6 +96,7 @@ class Incoming:
         self._ticks_seen = 0
         self._function: object | None = None
         self._refuses = False
+        self._unhurried_until = 0.0
         self._aside = aside
         self._most_aside = agent.node.limits.calls_in_flight
         self._weighs = agent.node.limits.weighs_calls
@@ -185,7 +188,10 @@ class Incoming:
                 # Before its caller hears of it, and may send the next one.
                 self._aside.add(-1)
                 is_counted = False
-            self.reply(frame.call_id, reply, leads and self.link.has_frame())
+            if reply.may_wait and leads and not self.link.has_unwritten:
+                self._unhurried_until = time.monotonic() + UNHURRIED
+            later = leads and (reply.may_wait or self.link.has_frame())
+            self.reply(frame.call_id, reply, later)
         elif not self.link.has_frame():
             self._flush()
         return is_counted
@@ -300,9 +306,9 @@ class Incoming:
         self._seen_turn = turn
         return running
 
-    def tidies(self) -> bool:
+    def tidies(self, now: float) -> bool:
         """Whether something was left unwritten, and is written now."""
-        if not (self.link.has_unwritten or self.link.freed):
+        if now < self._unhurried_until or not (self.link.has_unwritten or self.link.freed):
             return False
         self.agent.threads.run(self._tidy)
         return True

@@ -11,11 +11,13 @@ call leaves, and replaced by their values before the function sees them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from telegrad.rpc.node import current_node
 from telegrad.rpc.reference_messages import read_reference
-from telegrad.rpc.rref import RRef
+
+if TYPE_CHECKING:
+    from telegrad.rpc.node import Node
+    from telegrad.rpc.rref import RRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,9 @@ class Loan:
         rref._check_usable("lending its value")
         return cls(tuple(rref._reference))
 
-    def take(self) -> Any:
+    def take(self, node: Node) -> Any:
         """The value on this worker: waits for it, and raises what went wrong in its making."""
-        node = current_node()
         reference = read_reference(self.reference)
         if reference.owner == node.info.id:
             return node.values.value(reference, node.timeout)
-        owner = node.members.member(reference.owner).info
-        return node.wait(node.call(owner, "fetch", (self.reference,), None))
+        return node.wait(node.values.ask_for(reference))

@@ -1,38 +1,99 @@
-"""Calls of methods whose arguments are tensors, or none: the calls that training consists of.
+"""Requests that name a value, written as bytes: what training consists of.
 
-They travel as a parcel instead of a tree of tuples: the reference, the name of the method, and the
-tensors. Any other call of a method is the operation "invoke", which means the same.
+To fetch a value; to call a method of it, with tensors and loans for arguments; to refer to what
+such a call will return. They travel as parcels instead of trees of tuples. Any other call of a
+method is the operation "invoke", and any other making of a value "create", which mean the same.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad.rpc.reference_messages import ReferenceId
+from telegrad.rpc.loans import Loan
+from telegrad.rpc.reference_messages import ForkId, ReferenceId, Transfer
 from telegrad.wire.parcel import Parcel
 
+FETCH = "fetch"
 METHOD = "method"
+CREATE_BY_METHOD = "create_by_method"
+
+_REFERENCE = struct.Struct("<3Q")
+_TRANSFER = struct.Struct("<5Q")
+_LOAN = struct.Struct("<B3Q")
+"""The place among the arguments, and the value."""
+_MOST_PLACES = 255
 _TENSORS = {Tensor}
-
-_REFERENCE = struct.Struct("<QQQ")
-_START = _REFERENCE.size
+_PLAIN = {Tensor, Loan}
 
 
-def as_parcel(reference: ReferenceId, name: str, args: tuple[Any, ...]) -> Parcel | None:
-    """The call as a parcel, if it is of that kind."""
-    if not {*map(type, args)} <= _TENSORS:
+class MethodCall(NamedTuple):
+    """A call of a method of the value `reference`, without keywords."""
+
+    reference: ReferenceId
+    name: str
+    args: tuple[Any, ...]
+
+
+def fetch_parcel(reference: ReferenceId) -> Parcel:
+    return Parcel(FETCH, _REFERENCE.pack(*reference), ())
+
+
+def read_fetch(parcel: Any) -> ReferenceId:
+    """What is to be fetched. Raises `ValueError` if that is not said."""
+    if type(parcel) is not Parcel or len(parcel.data) != _REFERENCE.size:
+        raise ValueError("a request for a value that names none")
+    return ReferenceId(*_REFERENCE.unpack(parcel.data))
+
+
+def call_parcel(
+    reference: ReferenceId, name: str, args: tuple[Any, ...], created: Transfer | None = None
+) -> Parcel | None:
+    """The call of a method as a parcel, if it is of that kind; its result is to be `created`."""
+    kinds = {*map(type, args)}
+    if not kinds <= _PLAIN or len(args) > _MOST_PLACES:
         return None
-    if len(args) > 1 and len(set(map(id, args))) < len(args):
+    loans = b"\0"
+    tensors = args
+    if not kinds <= _TENSORS:
+        lent = [(at, each.reference) for at, each in enumerate(args) if type(each) is Loan]
+        loans = bytes((len(lent),)) + b"".join([_LOAN.pack(at, *each) for at, each in lent])
+        tensors = tuple([each for each in args if type(each) is Tensor])
+    if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
         return None  # The two would arrive as different tensors.
-    return Parcel(METHOD, _REFERENCE.pack(*reference) + name.encode(), args)
+    data = b"".join((_REFERENCE.pack(*reference), loans, name.encode()))
+    if created is None:
+        return Parcel(METHOD, data, tensors)
+    return Parcel(
+        CREATE_BY_METHOD, _TRANSFER.pack(*created.reference, *created.fork) + data, tensors
+    )
 
 
-def read_parcel(parcel: Parcel) -> tuple[ReferenceId, str]:
-    """The reference and the name of the method. Raises `ValueError` if they are not there."""
-    data = parcel.data
-    if len(data) < _START:
+def read_call(parcel: Any, start: int = 0) -> MethodCall:
+    """The call that a parcel asks for. Raises `ValueError` if it is none."""
+    if type(parcel) is not Parcel or len(parcel.data) <= start + _REFERENCE.size:
         raise ValueError("a call of a method that names no value")
-    return ReferenceId(*_REFERENCE.unpack_from(data)), data[_START:].decode()
+    data = parcel.data
+    reference = ReferenceId(*_REFERENCE.unpack_from(data, start))
+    at = start + _REFERENCE.size
+    count = data[at]
+    at += 1
+    args: list[Any] = list(parcel.tensors)
+    if len(data) < at + count * _LOAN.size:
+        raise ValueError("a call of a method whose loans are missing")
+    for _ in range(count):
+        place, *named = _LOAN.unpack_from(data, at)
+        at += _LOAN.size
+        args.insert(place, Loan(tuple(named)))
+    return MethodCall(reference, data[at:].decode(), tuple(args))
+
+
+def read_creation(parcel: Any) -> tuple[Transfer, MethodCall]:
+    """As `read_call`, with the name of what the call is to make."""
+    if type(parcel) is not Parcel or len(parcel.data) < _TRANSFER.size:
+        raise ValueError("a value is to be made that has no name")
+    numbers = _TRANSFER.unpack_from(parcel.data)
+    created = Transfer(ReferenceId(*numbers[:3]), ForkId(*numbers[3:]))
+    return created, read_call(parcel, _TRANSFER.size)

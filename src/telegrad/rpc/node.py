@@ -37,7 +37,7 @@ from telegrad.rpc.errors import (
 from telegrad.rpc.failures import describe_error, in_brief, rebuild_error, told_error
 from telegrad.rpc.limits import Ledger, Limits, default_limits
 from telegrad.rpc.members import Members
-from telegrad.rpc.methods import METHOD
+from telegrad.rpc.methods import CREATE_BY_METHOD, METHOD
 from telegrad.rpc.results import Later, as_result
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.value_requests import ValueRequests
@@ -81,6 +81,8 @@ class Reply:
     kind: Kind
     packed: Packed
     note: bytes = b""
+    may_wait: bool = False
+    """For a moment, so as to leave with the next message: nobody waits for it."""
 
 
 class Passage:
@@ -424,6 +426,7 @@ class Node:
                 self._reply_later(sender, call_id, result, scope, target)
                 return None
             reply = self._success(sender, result, scope, target)
+            reply.may_wait = target == CREATE_BY_METHOD
         except BaseException as error:
             reply = self._failure(error)
         self._finished.add(sender)
@@ -644,7 +647,7 @@ def _of_call(problem: Unpackable, request: tuple[Any, ...], to: str) -> Unpackab
     """The same problem in the caller's words: of the function, `args` or `kwargs` of a call."""
     target, prefix, first = request[0], "value", 0
     if type(request) is Parcel:
-        if target != METHOD:
+        if target not in (METHOD, CREATE_BY_METHOD):
             return problem
         path = problem.path.replace("value.tensors", "args", 1)
         return problem.saying(path, f" for the call of a method on worker {to!r}")

@@ -18,7 +18,7 @@ from telegrad.rpc.errors import (
     WorkerLost,
 )
 from telegrad.rpc.futures import CallFuture, begin_async
-from telegrad.rpc.methods import as_parcel
+from telegrad.rpc.methods import call_parcel
 from telegrad.rpc.node import Node, Passage, current_node
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.reference_messages import (
@@ -34,6 +34,7 @@ from telegrad.rpc.results import as_result
 from telegrad.rpc.value_requests import method_of
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed, Trust, export, extend
+from telegrad.wire.parcel import Parcel
 
 T = TypeVar("T")
 INVOKE = "invoke"
@@ -133,11 +134,6 @@ class RRef(Generic[T]):
             return value
         return self._node.wait(begin_fetch(self, timeout))  # type: ignore[no-any-return]
 
-    def _request(self, operation: str, timeout: float | None, *args: object) -> Pending:
-        return self._node.call(
-            self.owner(), operation, (tuple(self._reference), *args), None, timeout
-        )
-
     def _check_usable(self, what: str) -> None:
         if self._node.closed:
             raise NotInitialized(
@@ -236,10 +232,12 @@ def remote_reference(
     timeout: float | None,
     cls: type[RRef[Any]] = RRef,
     on_created: Callable[[Pending], None] | None = None,
+    write: Callable[[Transfer], Parcel | None] | None = None,
 ) -> RRef[Any]:
     """Run `target` on a worker and refer to what it returns.
 
-    `on_created` runs when the owner has answered, or could not in its time.
+    `on_created` runs when the owner has answered, or could not in its time. `write` says how to
+    ask another worker for it without a tree, if that can be done.
     """
     if to.id == node.info.id:
         reference = node.values.promise_own()
@@ -265,7 +263,8 @@ def remote_reference(
     request = (data, target, args, kwargs or {})
     late = partial(_end_creation, node, to, created)
     try:
-        creation = node.call(to, "create", request, None, timeout, settled, on_late=late)
+        written = None if write is None else write(created)
+        creation = node.call(to, "create", request, None, timeout, settled, written, on_late=late)
     except BaseException:
         node.values.abandon(created)
         raise
@@ -354,7 +353,7 @@ class _Method:
 def begin_fetch(rref: RRef[Any], timeout: float | None) -> Pending:
     """Begin to fetch the value of another worker, for one who will wait for it."""
     rref._check_usable("to_here()")
-    request = rref._request("fetch", timeout)
+    request = rref._node.values.ask_for(rref._reference, timeout)
     request.target = "to_here()"
     return request
 
@@ -376,7 +375,7 @@ def begin_method(
     rref._check_usable("a call of one of its methods")
     node, reference = rref._node, rref._reference
     owner = node.members.member(reference.owner).info
-    written = as_parcel(reference, name, args) if message is None and not kwargs else message
+    written = call_parcel(reference, name, args) if message is None and not kwargs else message
     call = (tuple(reference), name, args, kwargs or {})
     pending = node.call(owner, INVOKE, call, None, timeout, None, written, leaving)
     pending.target = _Method(rref, name)
@@ -409,8 +408,9 @@ def remote_method(
     """
     call = (tuple(rref._reference), name, args, kwargs)
     keep = partial(_let_go, lenders) if lenders else None
+    write = None if kwargs else partial(call_parcel, rref._reference, name, args)
     made = remote_reference(
-        rref._node, rref.owner(), call_method_of, call, None, timeout, on_created=keep
+        rref._node, rref.owner(), call_method_of, call, None, timeout, RRef, keep, write
     )
     assert made._creation is not None
     made._creation.target = _Method(rref, name)

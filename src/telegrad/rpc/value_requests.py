@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from telegrad.rpc.errors import Refused, TelegradError
-from telegrad.rpc.methods import METHOD, read_parcel
+from telegrad.rpc.loans import Loan
+from telegrad.rpc.methods import (
+    CREATE_BY_METHOD,
+    FETCH,
+    METHOD,
+    MethodCall,
+    read_call,
+    read_creation,
+    read_fetch,
+)
 from telegrad.rpc.reference_messages import (
     ReferenceId,
     Transfer,
@@ -33,41 +43,49 @@ class ValueRequests:
         node.on_operation("create", self._create)
         node.on_operation("create_failed", self._create_failed)
         node.on_operation("fill", self._fill)
-        node.on_operation("fetch", self._fetch)
         node.on_operation("invoke", self._invoke)
-        node.on_operation(METHOD, self._invoke_parcel)
+        node.on_operation(FETCH, self._fetch)
+        node.on_operation(METHOD, self._call)
+        node.on_operation(CREATE_BY_METHOD, self._create_by_method)
 
     # Making.
 
     def _create(self, sender: int, transfer: Any, target: Any, args: Any, kwargs: Any) -> object:
-        created = self._requested(sender, transfer)
-        return self._make(created.reference, target, args, kwargs)
+        created = self._requested(sender, read_transfer(transfer))
+        return self._make(created, partial(self._run, target, args, kwargs))
 
-    def _requested(self, sender: int, transfer: Any) -> Transfer:
-        created = read_transfer(transfer)
+    def _create_by_method(self, sender: int, parcel: Any) -> object:
+        transfer, call = read_creation(parcel)
+        created = self._requested(sender, transfer)
+        return self._make(created, partial(self._called, sender, call))
+
+    def _requested(self, sender: int, created: Transfer) -> ReferenceId:
         reference, fork = created
         if reference.owner != self._me or not (reference.created_on == fork.created_on == sender):
             raise ValueError("a worker names values that others make by names of its own only")
         self._values.take_request(created)
-        return created
+        return reference
 
     def _create_failed(self, sender: int, transfer: Any, reason: str) -> None:
-        created = self._requested(sender, transfer)
-        self._values.settle(created.reference, None, TelegradError(reason))
+        created = self._requested(sender, read_transfer(transfer))
+        self._values.settle(created, None, TelegradError(reason))
 
     def _fill(self, sender: int, reference: Any, target: Any, args: Any, kwargs: Any) -> object:
         if sender != self._me:
             raise ValueError("a worker fills its own references only")
-        return self._make(read_reference(reference), target, args, kwargs)
+        return self._make(read_reference(reference), partial(self._run, target, args, kwargs))
 
-    def _make(self, reference: ReferenceId, target: Any, args: Any, kwargs: Any) -> object:
-        """Run the function that makes the value. Its error is for those who ask for the value."""
+    def _run(self, target: Any, args: Any, kwargs: Any) -> object:
+        if self._node.data_only:
+            self._node.require_exported(target)
+        self._values.await_confirmed()
+        self._node.transport.starting(target)
+        return as_result(self._node.coroutines, target, target(*args, **kwargs))
+
+    def _make(self, reference: ReferenceId, run: Callable[[], object]) -> object:
+        """Do what makes the value. Its error is for those who ask for the value."""
         try:
-            if self._node.data_only:
-                self._node.require_exported(target)
-            self._values.await_confirmed()
-            self._node.transport.starting(target)
-            result = as_result(self._node.coroutines, target, target(*args, **kwargs))
+            result = run()
         except BaseException as error:
             self._values.settle(reference, None, error)
             return None
@@ -87,8 +105,8 @@ class ValueRequests:
 
     # Giving, and calling.
 
-    def _fetch(self, sender: int, reference: Any) -> object:
-        named = read_reference(reference)
+    def _fetch(self, sender: int, parcel: Any) -> object:
+        named = read_fetch(parcel)
         self._require_own(named)
         is_there, value, error = self._values.find(named)
         if not is_there:
@@ -100,8 +118,15 @@ class ValueRequests:
     def _invoke(self, sender: int, reference: Any, name: str, args: Any, kwargs: Any) -> object:
         return self._invoke_named(sender, read_reference(reference), name, args, kwargs)
 
-    def _invoke_parcel(self, sender: int, parcel: Any) -> object:
-        return self._invoke_named(sender, *read_parcel(parcel), tuple(parcel.tensors), {})
+    def _call(self, sender: int, parcel: Any) -> object:
+        return self._called(sender, read_call(parcel))
+
+    def _called(self, sender: int, call: MethodCall) -> object:
+        reference, name, args = call
+        if any(type(each) is Loan for each in args):
+            node = self._node
+            args = tuple([each.take(node) if type(each) is Loan else each for each in args])
+        return self._invoke_named(sender, reference, name, args, {})
 
     def _invoke_named(
         self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: Any

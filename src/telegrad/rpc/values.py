@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from telegrad.rpc.calls import afresh
+from telegrad.rpc.calls import Pending, afresh
 from telegrad.rpc.errors import (
     CallTimeout,
     ReferenceLost,
@@ -29,6 +29,7 @@ from telegrad.rpc.errors import (
     TelegradError,
     WorkerLost,
 )
+from telegrad.rpc.methods import FETCH, fetch_parcel
 from telegrad.rpc.reference_mail import Lane, Mail
 from telegrad.rpc.reference_messages import (
     Fence,
@@ -243,6 +244,12 @@ class Values:
                 self._changed.wait(left)
 
     # Asking for values.
+
+    def ask_for(self, reference: ReferenceId, timeout: float | None = None) -> Pending:
+        """Begin to fetch the value of another worker, for one who will wait for it."""
+        owner = self._node.members.member(reference.owner).info
+        asked = fetch_parcel(reference)
+        return self._node.call(owner, FETCH, (), None, timeout, written=asked)
 
     def state(self, reference: ReferenceId) -> State:
         with self._changed:

@@ -1,0 +1,73 @@
+"""What the optimizers rely on of torch that is not public."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from telegrad.optim.torch_private import step_quietly
+
+
+def made(kind: type[Optimizer], **options: Any) -> tuple[torch.Tensor, Optimizer]:
+    parameter = torch.ones(3, requires_grad=True)
+    parameter.grad = torch.tensor([1.0, 2.0, 3.0])
+    return parameter, kind([parameter], lr=0.1, **options)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_a_quiet_step_is_a_step(kind: type[Optimizer]) -> None:
+    quiet, optimizer = made(kind)
+    step_quietly(optimizer)
+    expected, twin = made(kind)
+    twin.step()
+    torch.testing.assert_close(quiet, expected, rtol=0, atol=0)
+
+
+def test_torch_is_still_wrapping_steps_in_the_way_that_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, optimizer = made(SGD)
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", None)
+    step_quietly(optimizer)
+    with pytest.raises(TypeError):
+        optimizer.step()
+
+
+def test_hooks_are_heard() -> None:
+    _, optimizer = made(SGD)
+    heard = []
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    optimizer.register_step_post_hook(lambda *_: heard.append("after"))
+    step_quietly(optimizer)
+    assert heard == ["before", "after"]
+
+
+def test_a_profiler_hears_of_it() -> None:
+    _, optimizer = made(SGD)
+    with torch.autograd.profiler.profile() as profile:
+        step_quietly(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.name for event in profile.function_events}
+
+
+def test_what_others_have_wrapped_around_a_step_runs() -> None:
+    made(SGD)  # Torch wraps the step of a class when the first of it is made.
+    ran = []
+
+    class Counting(SGD):
+        @functools.wraps(SGD.step)
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            ran.append(1)
+            return super().step(*args, **kwargs)
+
+    _, optimizer = made(Counting)
+    step_quietly(optimizer)
+    assert ran == [1]
+    _, optimizer = made(SGD)
+    StepLR(optimizer, 1)  # It puts a step of its own into the object.
+    step_quietly(optimizer)
+    assert optimizer._opt_called

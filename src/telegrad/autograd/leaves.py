@@ -25,7 +25,6 @@ from telegrad.autograd import torch_private
 
 grad_slots = threading.RLock()
 """Held by whoever puts something into `.grad` for a moment: passes here, steps of optimizers."""
-_STRIDED = torch.strided
 
 
 def add(a: Tensor | None, b: Tensor) -> Tensor:
@@ -37,22 +36,30 @@ def add(a: Tensor | None, b: Tensor) -> Tensor:
     return a + b
 
 
-def own(gradient: Tensor, shared: Collection[int]) -> Tensor:
-    """The gradient itself if nobody else holds it, else a copy: the optimizer may change it.
+def own_all(gradients: dict[Any, Tensor]) -> None:
+    """Keep each gradient itself if nobody else holds it, else a copy: the optimizer may change it.
 
-    As in torch's own accumulation, a gradient that fills its memory densely is kept as it is.
-    `shared` has the identities of those that belong to several leaves: `a + b` gives both the same.
-    Each gets a copy, as in torch's distributed autograd, and none depends on who came first.
+    As in torch's own accumulation, a gradient that fills its memory densely is kept as it is. One
+    that belongs to several leaves (`a + b` gives both the same) is copied for each, as in torch's
+    distributed autograd, so that none depends on who came first.
     """
-    if id(gradient) in shared or torch_private.owners(gradient) > 1:
-        return gradient.clone()
-    if gradient.layout is _STRIDED and not gradient.is_contiguous() and not _dense(gradient):
-        return gradient.clone()
-    return gradient
+    shared = _held_twice(gradients.values()) if len(gradients) > 1 else ()
+    owners, strided = torch_private.owners, torch.strided
+    for leaf, gradient in gradients.items():
+        if (
+            id(gradient) in shared
+            or owners(gradient) > 1
+            or (
+                gradient.layout is strided and not gradient.is_contiguous() and not _dense(gradient)
+            )
+        ):
+            gradients[leaf] = gradient.clone()
 
 
-def _held_twice(gradients: Iterable[Tensor]) -> set[int]:
+def _held_twice(gradients: Collection[Tensor]) -> set[int]:
     """The identities of the gradients that occur more than once."""
+    if len({*map(id, gradients)}) == len(gradients):
+        return set()
     seen: set[int] = set()
     twice: set[int] = set()
     for gradient in gradients:
@@ -81,13 +88,17 @@ class Gradients:
     def __len__(self) -> int:
         return len(self._by_node) + len(self._found)
 
-    def add(self, node: Any, gradient: Tensor, create_graph: bool = False) -> None:
-        """Add to the gradient of the leaf whose accumulator is `node`."""
-        known = self._by_node.get(node)
-        if known is not None:
-            with torch.set_grad_enabled(create_graph):
-                gradient = add(known, gradient)
-        self._by_node[node] = gradient
+    def add(self, found: Iterable[tuple[Any, Tensor | None]], create_graph: bool = False) -> None:
+        """Add to the gradients of leaves, which are given by their accumulators."""
+        by_node = self._by_node
+        for node, gradient in found:
+            if gradient is None:
+                continue
+            known = by_node.get(node)
+            if known is not None:
+                with torch.set_grad_enabled(create_graph):
+                    gradient = add(known, gradient)
+            by_node[node] = gradient
 
     def add_to(self, total: dict[Tensor, Tensor]) -> None:
         for leaf, gradient in self._found or self._leaves():
@@ -105,9 +116,7 @@ class Gradients:
         if not by_node:
             return
         if not create_graph:
-            shared = _held_twice(by_node.values()) if len(by_node) > 1 else ()
-            for node in by_node:
-                by_node[node] = own(by_node[node], shared)
+            own_all(by_node)
         accumulators = accumulating_for_real(by_node)
         if accumulators:
             nodes = {node.variable: node for node in accumulators}

@@ -166,8 +166,8 @@ class Run:
 
     def done_by_caller(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """The caller has done what the engine would do for the roots: these gradients came out."""
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            self.gradients.add(get_gradient_edge(leaf).node, gradient)
+        nodes = [get_gradient_edge(leaf).node for leaf in leaves]
+        self.gradients.add(zip(nodes, gradients, strict=True))
         group = self.sources[ROOTS].group
         assert group is not None
         self._finish(group)
@@ -501,11 +501,9 @@ class Run:
     def _deliver(
         self, leaves: list[Any], results: Sequence[Tensor | None], sums: list[tuple[Any, Tensor]]
     ) -> None:
-        for leaf, gradient in zip(leaves, results, strict=False):
-            if gradient is not None:
-                self.gradients.add(leaf, gradient, self._create)
-        for leaf, gradient in sums:
-            self.gradients.add(leaf, gradient, self._create)
+        self.gradients.add(zip(leaves, results, strict=False), self._create)
+        if sums:
+            self.gradients.add(sums, self._create)
 
     def _keep(self, stages: Stages, weighted: list[tuple[Edge, Tensor]]) -> None:
         kept = stages.kept

@@ -115,7 +115,7 @@ class OwnCall:
             if id(leaf.variable) in places:
                 own[places[id(leaf.variable)]] = gradient
             else:
-                running.gradients.add(leaf, gradient)
+                running.gradients.add([(leaf, gradient)])
         return own
 
 

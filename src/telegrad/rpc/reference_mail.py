@@ -86,6 +86,7 @@ class Mail:
         """`changed` guards the lanes, and tells when they are empty."""
         self._node = node
         self._changed = changed
+        self._guard = changed.guard
         self._receive = receive
         self.lanes: dict[int, Lane] = {}
         self._inboxes: dict[int, Inbox] = {}
@@ -118,19 +119,19 @@ class Mail:
     def _send_lane(self, to: int, lane: Lane) -> None:
         sending = False
         try:
-            with self._changed:
+            with self._guard:
                 if lane.sending:
                     return
                 sending = lane.sending = True
             while True:
-                with self._changed:
+                with self._guard:
                     if not lane.messages:
                         sending = lane.sending = False
                         self._changed.notify_all()
                         return
                     leaving = list(islice(lane.messages, MOST_TOGETHER))
                 self._node.post(to, TOPIC, in_one(lane.sent + 1, leaving))
-                with self._changed:
+                with self._guard:
                     for _ in leaving:
                         lane.messages.popleft()
                     lane.sent += len(leaving)
@@ -146,7 +147,7 @@ class Mail:
             raise ValueError("a message of the reference protocol has no number")
         (first,) = _NUMBER.unpack_from(payload.data)
         came = list(read_messages(payload.data[_NUMBER.size :]))
-        with self._changed:
+        with self._guard:
             if self._node.is_lost(sender):
                 return
             inbox = self._inboxes.setdefault(sender, Inbox())
@@ -160,7 +161,7 @@ class Mail:
             except Exception as error:
                 # Those behind it have left their threads to this one.
                 failure = failure or error
-            with self._changed:
+            with self._guard:
                 inbox.receiving = False
                 following = inbox.begin_next()
         if failure is not None:

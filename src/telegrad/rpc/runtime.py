@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
@@ -22,6 +23,11 @@ from telegrad.wire.at_exit import leave_threads_behind
 
 class Condition(Protocol):
     """As `threading.Condition`: hold it, wait on it, notify."""
+
+    @property
+    def guard(self) -> AbstractContextManager[object]:
+        """What holds it when it is entered, as it does itself: its lock, which is sooner taken."""
+        ...
 
     def __enter__(self) -> object: ...
     def __exit__(
@@ -147,26 +153,33 @@ class _Condition(threading.Condition):
     """Tells the transport before it waits, so that another thread serves requests meanwhile."""
 
     def __init__(self, runtime: ThreadRuntime) -> None:
-        super().__init__()
         self._runtime = runtime
         self._notices = 0
+        self._waiting = 0
+        self.guard = threading.RLock()
+        super().__init__(self.guard)
 
     def wait(self, timeout: float | None = None) -> bool:
         self._runtime.transport.blocking()
         ends = math.inf if timeout is None else time.monotonic() + timeout
         known = self._notices
-        while not super().wait(interrupts.at_a_time(ends - time.monotonic())):
-            interrupts.run_put_off()
-            # Notified after its time was up, and before it had the lock again: Python says False.
-            if self._notices != known:
-                return True
-            if time.monotonic() >= ends:
-                return False
-        return True
+        self._waiting += 1
+        try:
+            while not super().wait(interrupts.at_a_time(ends - time.monotonic())):
+                interrupts.run_put_off()
+                # Notified after its time was up and before it had the lock: Python says False.
+                if self._notices != known:
+                    return True
+                if time.monotonic() >= ends:
+                    return False
+            return True
+        finally:
+            self._waiting -= 1
 
     def notify_all(self) -> None:
         self._notices += 1
-        super().notify_all()
+        if self._waiting:
+            super().notify_all()
 
 
 class ThreadRuntime:

@@ -96,6 +96,7 @@ class Values:
         )
         self._introduced = 0
         self._changed = node.runtime.condition()
+        self._guard = self._changed.guard
         self._stored: dict[ReferenceId, object] = {}
         self._waiters: dict[ReferenceId, list[_Waiter]] = {}
         self.patience_with_promise = PATIENCE_WITH_PROMISE + node.liveness
@@ -110,18 +111,18 @@ class Values:
 
     def keep(self, value: object) -> ReferenceId:
         """Own a value that is there already."""
-        with self._changed:
+        with self._guard:
             reference = self._core.create_local()
             self._stored[reference] = value
         return reference
 
     def promise_own(self) -> ReferenceId:
         """Own a value that a `remote()` to oneself will make."""
-        with self._changed:
+        with self._guard:
             return self._core.create_local(State.PENDING)
 
     def name_remote(self, owner: int) -> Transfer:
-        with self._changed:
+        with self._guard:
             try:
                 return self._core.create_remote(owner)
             except WorkerLost as loss:
@@ -129,24 +130,24 @@ class Values:
 
     def creation_answered(self, created: Transfer) -> None:
         """The owner knows of the value that it was asked to make."""
-        with self._changed:
+        with self._guard:
             self._core.create_answered(created)
         self._act()
 
     def creation_refused(self, created: Transfer, reason: str) -> None:
         """The owner does not even take note that there is no such value."""
-        with self._changed:
+        with self._guard:
             self._core.create_refused(created, reason)
         self._act()
 
     def abandon(self, created: Transfer) -> None:
-        with self._changed:
+        with self._guard:
             self._core.abandon(created)
 
     # Travelling: called by the codec on the thread that packs or unpacks.
 
     def share(self, handle: Handle, to: int) -> Transfer:
-        with self._changed:
+        with self._guard:
             try:
                 transfer = self._core.share(handle, to)
             except WorkerLost as loss:
@@ -169,7 +170,7 @@ class Values:
     def take_back(self, carried: Sequence[Transfer]) -> None:
         """The message that carries these will not leave."""
         if carried:
-            with self._changed:
+            with self._guard:
                 for transfer in carried:
                     self._core.unshare(transfer)
             self._act()
@@ -177,7 +178,7 @@ class Values:
     def arrive(self, transfer: Transfer) -> Handle:
         """A reference came in: the handle for its RRef object here."""
         try:
-            with self._changed:
+            with self._guard:
                 confirmed = self._core.arrive(transfer)
         finally:
             self._act()
@@ -192,7 +193,7 @@ class Values:
         forks = self._journey.unconfirmed
         if not forks:
             return
-        with self._changed:
+        with self._guard:
             for fork in forks:
                 while self._core.awaits_owner(fork) and not self._node.closed:
                     self._changed.wait(1.0)
@@ -216,7 +217,7 @@ class Values:
 
     def bury(self) -> None:
         """Tell the core of the objects that died."""
-        with self._changed:
+        with self._guard:
             while self._deaths:
                 handle = self._deaths.popleft()
                 self._core.drop(handle)
@@ -226,17 +227,17 @@ class Values:
 
     def holds(self) -> int:
         """How many references to values of others have an object here."""
-        with self._changed:
+        with self._guard:
             return len(self._core.held())
 
     def release_all(self) -> None:
         """Drop every reference that this worker holds, whoever still has an object of it."""
-        with self._changed:
+        with self._guard:
             for fork in self._core.held():
                 self._core.drop(fork)
         self._act()
         until = self._node.runtime.now() + PATIENCE_WITH_LANES
-        with self._changed:
+        with self._guard:
             while self._mail.waits():
                 left = until - self._node.runtime.now()
                 if left <= 0:
@@ -252,11 +253,11 @@ class Values:
         return self._node.call(owner, FETCH, (), None, timeout, written=asked)
 
     def state(self, reference: ReferenceId) -> State:
-        with self._changed:
+        with self._guard:
             return self._core.state(reference)
 
     def confirmed(self, handle: Handle) -> bool:
-        with self._changed:
+        with self._guard:
             return self._core.confirmed(handle)
 
     def loss(self, handle: Handle) -> BaseException | None:
@@ -269,7 +270,7 @@ class Values:
     ) -> None:
         """Give the value, or what went wrong, to `finish`: now, or when it is there, or when the
         worker that wants it is gone."""
-        with self._changed:
+        with self._guard:
             state = self._core.state(reference)
             if state in (State.PENDING, State.PROMISED):
                 waiter = _Waiter(self._node.info.id if asked_by is None else asked_by, finish)
@@ -284,7 +285,7 @@ class Values:
 
     def _expire_promise(self, reference: ReferenceId, waiter: _Waiter) -> None:
         """Who waits for a value that was promised does so for a while only."""
-        with self._changed:
+        with self._guard:
             waiters = self._waiters.get(reference, [])
             if self._core.state(reference) is not State.PROMISED or waiter not in waiters:
                 return
@@ -305,7 +306,7 @@ class Values:
         now = self._node.runtime.now
         deadline = now() + timeout if timeout > 0 else math.inf
         promise_ends = now() + self.patience_with_promise
-        with self._changed:
+        with self._guard:
             while (state := self._core.state(reference)) in (State.PENDING, State.PROMISED):
                 until = deadline if state is State.PENDING else min(deadline, promise_ends)
                 remaining = until - now()
@@ -321,7 +322,7 @@ class Values:
 
     def find(self, reference: ReferenceId) -> tuple[bool, object, BaseException | None]:
         """Whether an owned value need not be waited for; then the value, or what went wrong."""
-        with self._changed:
+        with self._guard:
             state = self._core.state(reference)
             if state is State.PENDING or state is State.PROMISED:
                 return False, None, None
@@ -342,7 +343,7 @@ class Values:
     def take_request(self, created: Transfer) -> None:
         """A request to make a value came; `settle` follows. Raises if no more may be kept."""
         try:
-            with self._changed:
+            with self._guard:
                 self._core.create_requested(created)
         except Refused:
             self._act()
@@ -350,7 +351,7 @@ class Values:
 
     def settle(self, reference: ReferenceId, value: object, error: BaseException | None) -> None:
         """The function that was to make a value has ended: tell those who wait."""
-        with self._changed:
+        with self._guard:
             if error is None:
                 wanted = self._core.settle(reference)
                 if wanted:
@@ -371,14 +372,14 @@ class Values:
                     self._node.transport.told_of_loss(sender, worker)
             if self._node.is_lost(sender):
                 return
-        with self._changed:
+        with self._guard:
             if self._core.has_losses:
                 self._introduce()
             self._core.receive(sender, message)
         self._act()
 
     def worker_lost(self, worker: int, reason: str) -> None:
-        with self._changed:
+        with self._guard:
             self._introduce()
             self._core.worker_lost(worker, reason)
             self._mail.forget(worker)
@@ -415,7 +416,7 @@ class Values:
         waiting: dict[int, Lane] = {}
         acting = False
         try:
-            with self._changed:
+            with self._guard:
                 self._actions.extend(self._core.take_actions())
                 if self._acting:
                     return
@@ -431,7 +432,7 @@ class Values:
 
     def _next_action(self, waiting: dict[int, Lane]) -> Action | None:
         """What is to be done here; the messages before it are put into their lanes."""
-        with self._changed:
+        with self._guard:
             self._actions.extend(self._core.take_actions())
             while self._actions:
                 action = self._actions.popleft()
@@ -446,14 +447,14 @@ class Values:
             case Drop(reference):
                 self._stored.pop(reference, None)
             case Confirmed():
-                with self._changed:
+                with self._guard:
                     self._changed.notify_all()
             case Lost(fork, error):
-                with self._changed:
+                with self._guard:
                     self._lost[fork] = error
                     self._changed.notify_all()
             case Failed(reference):
-                with self._changed:
+                with self._guard:
                     reason = self._core.error(reference)
                     waiters = self._waiters.pop(reference, [])
                     self._changed.notify_all()
@@ -461,7 +462,7 @@ class Values:
                     waiter.finish(None, reason)
 
     def debug_info(self) -> dict[str, int]:
-        with self._changed:
+        with self._guard:
             info = self._core.debug_info()
         return {**info, "values": len(self._stored), "waiters": len(self._waiters)}
 

@@ -24,6 +24,10 @@ class SimulatedCondition:
         self._entering: list[Activity] = []
         self._waiting: list[Activity] = []
 
+    @property
+    def guard(self) -> SimulatedCondition:
+        return self
+
     def __enter__(self) -> object:
         me = current_activity()
         if me is None or self._scheduler.running is not me:

@@ -63,7 +63,7 @@ class Written:
         if not (all(map(_is_plain, tensors)) and _are_apart(tensors)):
             return
         try:
-            packed = pack(request, node.passage(to), node.trust)
+            packed = pack(request, node.passages[to], node.trust)
         except Unpackable:
             return  # Who makes the call says so.
         in_order = len(packed.tensors) == len(tensors) == len(packed.buffers) and all(

@@ -95,6 +95,16 @@ class Passage:
         self.worker = worker
 
 
+class _Passages(dict[int, Passage]):
+    """By worker, made when they are first asked for."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __missing__(self, worker: int) -> Passage:
+        return self.setdefault(worker, Passage(self._node, worker))
+
+
 class Transport(Protocol):
     """How frames leave, and how a thread waits for one."""
 
@@ -164,7 +174,7 @@ class Node:
         self.services: dict[str, Any] = {}
         self.transport: Transport
         self.closed = False
-        self._passages: dict[int, Passage] = {}
+        self.passages = _Passages(self)
         self._topics: dict[str, Callable[[int, Any], object]] = {}
         self._operations: dict[str, Callable[..., object]] = {}
         self.around_calls: Callable[[int], AbstractContextManager[None]] | None = None
@@ -542,17 +552,12 @@ class Node:
 
     # Packing: references that leave in a message that never leaves must be taken back.
 
-    def passage(self, worker: int) -> Passage:
-        passage = self._passages.get(worker)
-        if passage is None:
-            passage = self._passages.setdefault(worker, Passage(self, worker))
-        return passage
-
     def _prepare(self, value: object, to: int, scope: Scope | None) -> tuple[Packed, bytes]:
         """A message and the note that goes with it. `Values.packed` has to follow."""
         try:
-            passage = self.passage(to)
-            packed = value if isinstance(value, Packed) else pack(value, passage, self.trust)
+            packed = value
+            if not isinstance(packed, Packed):
+                packed = pack(value, self.passages[to], self.trust)
             if not self._usual_limits:
                 self._check_size(packed)
             if scope is None:
@@ -580,8 +585,7 @@ class Node:
 
     def _open(self, sender: int, frame: Frame) -> tuple[Any, Scope | None]:
         if not frame.note:
-            passage = self.passage(sender)
-            limits = self._codec_limits
+            passage, limits = self.passages[sender], self._codec_limits
             return unpack(frame.meta, frame.buffers, passage, self.trust, limits), None
         scopes: list[Scope | None] = []
 
@@ -590,8 +594,7 @@ class Node:
             scopes.append(scope)
             return tensors
 
-        passage = self.passage(sender)
-        limits = self._codec_limits
+        passage, limits = self.passages[sender], self._codec_limits
         try:
             value = unpack(frame.meta, frame.buffers, passage, self.trust, limits, arrive)
         except BaseException:
@@ -612,7 +615,7 @@ class Node:
         name = self.members.name(worker)
         failed = self.calls.fail(worker, self.loss_of(worker))
         self.values.worker_lost(worker, reason)
-        self._passages.pop(worker, None)
+        self.passages.pop(worker, None)
         self._made.forget(worker)
         self._finished.forget(worker)
         for callback in list(self._lost_callbacks):

@@ -190,8 +190,7 @@ class ThreadRuntime:
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def spawn(self, work: Callable[[], object]) -> None:
         self._threads.run(work)

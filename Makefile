@@ -9,7 +9,7 @@ BENCH  := $(VENV)/.bench
 # Tests start many processes, so two of them at a time are enough for any machine.
 JOBS   ?= 2
 
-.PHONY: help test unit demo lint format types bench bench-hop bench-cold bench-step bench-threads bench-scaling dry-run bench-rpc \
+.PHONY: help test unit demo lint format types bench bench-hop bench-cold bench-step bench-floor bench-threads bench-scaling dry-run bench-rpc \
         bench-autograd bench-tensors bench-train bench-compile bench-tls bench-faults compile-report programs \
         fuzz strangers liars withstanding chaos soak conformance ecosystem slow clean
 
@@ -63,6 +63,9 @@ bench-threads: $(READY)  ## eight threads that call at once, stock and telegrad,
 
 bench-step: $(READY)  ## where the time of a training step with two remote parts goes
 	$(BIN)/python -m benchmarks.step --write
+
+bench-floor: $(READY)  ## what a step of training takes at least, by processes with a socket and nothing else
+	$(BIN)/python -m benchmarks.floor --write $(ARGS)
 
 bench-cold: $(READY)  ## what code costs that runs once in a step of training
 	$(BIN)/python -m benchmarks.cold --write

@@ -1,0 +1,205 @@
+"""What a step of training with remote parts takes at least: `python -m benchmarks.floor`.
+
+The same steps as in `train.py`, by processes that have a socket between them and nothing else: no
+names, no contexts, no references, no deadlines, no resends, and a part that knows by heart what
+comes next. Each looks for its bytes before it sleeps, as workers of telegrad do. What lies between
+that and telegrad is what its promises cost in Python; what it takes itself no library can avoid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from benchmarks import machine, pages, slices
+from benchmarks.peers import PEERS
+from benchmarks.train import (
+    LOCAL,
+    PARTS,
+    RATE,
+    SIZES,
+    Size,
+    build_part,
+    local_case,
+    lower_quartile,
+    make_inputs,
+    remote_case,
+)
+from benchmarks.train import PROGRAM as TRAIN
+
+PROGRAM = "benchmarks.floor"
+BARE = "bare"
+LOOK_FOR = 0.01
+BUFFER = 1 << 21
+_HEADER = struct.Struct("<III")
+_NOTHING = torch.empty(0, 0)
+
+
+class Pipe:
+    """One end of a connection that carries matrices."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        self._socket = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def send(self, matrix: Tensor = _NOTHING) -> None:
+        data = memoryview(matrix.detach().contiguous().numpy()).cast("B") if len(matrix) else b""
+        header = _HEADER.pack(len(data), *matrix.shape)
+        sent = self._socket.sendmsg([header, data])
+        if sent < len(header) + len(data):
+            self._socket.sendall(data[max(0, sent - len(header)) :])
+
+    def receive(self) -> Tensor:
+        until = time.monotonic() + LOOK_FOR
+        while not self._poll.poll(0) and time.monotonic() < until:
+            os.sched_yield()
+        size, rows, columns = _HEADER.unpack(self._read(_HEADER.size))
+        if not size:
+            return _NOTHING
+        return torch.frombuffer(self._read(size), dtype=torch.float32).view(rows, columns)
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            count = self._socket.recv_into(rest)
+            if not count:
+                sys.exit()  # The driver is gone.
+            rest = rest[count:]
+        return data
+
+
+def _serve_part(
+    size: Size, parts: int, number: int, before: Pipe, behind: Pipe, driver: Pipe
+) -> None:
+    torch.set_num_threads(1)
+    part = build_part(size, parts, number)
+    optimizer = torch.optim.SGD(part.parameters(), lr=RATE)
+    while True:
+        x = before.receive()
+        if number:
+            x.requires_grad_()
+        output = part(x)
+        behind.send(output)
+        gradient = behind.receive()
+        optimizer.zero_grad()
+        output.backward(gradient)
+        if x.grad is None:
+            driver.send()
+        else:
+            before.send(x.grad)
+        driver.receive()
+        optimizer.step()
+        driver.send()
+
+
+def _bare_step(size: Size, parts: int) -> Callable[[], None]:
+    along = [socket.socketpair() for _ in range(parts + 1)]
+    across = [socket.socketpair() for _ in range(parts)]
+    for number in range(parts):
+        if not os.fork():
+            ends = along[number][1], along[number + 1][0], across[number][1]
+            mine = {end.fileno() for end in ends}
+            for end in (end for pair in along + across for end in pair):
+                if end.fileno() not in mine:
+                    end.close()
+            _serve_part(size, parts, number, *map(Pipe, ends))
+    first, last = Pipe(along[0][0]), Pipe(along[-1][1])
+    workers = [Pipe(pair[0]) for pair in across]
+    x, y = make_inputs(size)
+
+    def step() -> None:
+        first.send(x)
+        output = last.receive().requires_grad_()
+        cross_entropy(output, y).backward()
+        assert output.grad is not None
+        last.send(output.grad)
+        workers[0].receive()
+        for worker in workers:
+            worker.send()
+        for worker in workers:
+            worker.receive()
+
+    return step
+
+
+def serve_bare() -> None:
+    torch.set_num_threads(1)
+    slices.serve(
+        {
+            remote_case(name, parts): _bare_step(size, parts)
+            for name, size in SIZES.items()
+            for parts in PARTS
+        }
+    )
+
+
+def measure(rounds: int, seconds: float) -> list[tuple[str, dict[str, float]]]:
+    """By case, how much longer a step of each takes than the same step in one process."""
+    local = slices.Sliced(TRAIN, LOCAL)
+    peers = [slices.Sliced(PROGRAM, BARE)]
+    peers += [slices.Sliced(TRAIN, name, stops=name == "stock") for name in PEERS]
+    rows = []
+    with slices.started([local, *peers]):
+        for size in SIZES:
+            for parts in PARTS:
+                case = remote_case(size, parts)
+                found: dict[str, list[float]] = {}
+                for _ in range(rounds):
+                    found.setdefault(LOCAL, []).append(_median(local, local_case(size), seconds))
+                    for peer in peers:
+                        found.setdefault(peer.name, []).append(_median(peer, case, seconds))
+                    peers.reverse()
+                alone = lower_quartile(found.pop(LOCAL))
+                rows.append((case, {n: lower_quartile(t) - alone for n, t in found.items()}))
+    return rows
+
+
+def _median(peer: slices.Sliced, case: str, seconds: float) -> float:
+    times = sorted(peer.run(case, seconds))
+    return times[len(times) // 2]
+
+
+HEAD = ["overhead of a step", "bare", "telegrad", "stock", "bare to stock", "telegrad to stock"]
+
+
+def rows_of(overheads: list[tuple[str, dict[str, float]]]) -> list[list[str]]:
+    rows = []
+    for case, over in overheads:
+        bare, ours, stock = over[BARE], over["telegrad"], over["stock"]
+        times = [f"{each * 1000:.2f} ms" for each in (bare, ours, stock)]
+        rows.append([case, *times, f"{bare / stock:.2f}", f"{ours / stock:.2f}"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=f"python -m {PROGRAM}")
+    parser.add_argument("--rounds", type=int, default=12, help="how often each has its turn")
+    parser.add_argument("--seconds", type=float, default=0.3, help="how long a turn takes")
+    parser.add_argument("--write", action="store_true", help="write it to docs/performance.md")
+    parser.add_argument("--serve", choices=(BARE,), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve_bare()
+        return
+    rows = rows_of(measure(arguments.rounds, arguments.seconds))
+    print(pages.plain(HEAD, rows))
+    if arguments.write:
+        text = f"Machine: {machine.describe()}.\n\n{pages.markdown(HEAD, rows)}"
+        pages.write_section("floor", text)
+
+
+if __name__ == "__main__":
+    main()

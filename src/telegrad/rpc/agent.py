@@ -55,6 +55,7 @@ PAUSE_BEFORE_RETRY = 0.05
 MAX_UNANSWERED = 5
 PATIENCE_WITH_BUSY = 60.0
 PATIENCE_WITH_FAREWELL = 0.5
+LONGEST_WAIT = 3600.0
 BURY_EVERY = 0.02
 """Seconds between two tellings of references that died: each takes the interpreter from those who
 work, and a step of training may let go of one after the other."""
@@ -88,6 +89,7 @@ class Agent:
         self._next_burial = 0.0
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
+        threads.nudge = self.watch.poke
         self.visitors = Visitors(self, meeting, liveness)
         self._loopback = Loopback(self)
         self._outgoing[node.info.id] = self._loopback
@@ -236,6 +238,9 @@ class Agent:
     def _tick(self, now: float) -> float:
         running = self._loopback.tick()
         unwritten = False
+        if self.threads.has_waiting:
+            self.threads.retry()
+            running |= self.threads.has_waiting
         for incoming in list(self._incoming.values()):
             running |= incoming.tick()
             unwritten |= incoming.tidies()
@@ -272,7 +277,7 @@ class Agent:
         with self._lock:
             gate = self._connecting.setdefault(worker, threading.Lock())
         left = deadline - self.node.runtime.now()
-        if not gate.acquire(timeout=max(0.0, min(left, 3600.0))):
+        if not gate.acquire(timeout=max(0.0, min(left, LONGEST_WAIT))):
             raise _NotInTime
         try:
             outgoing = self._outgoing.get(worker)
@@ -321,11 +326,15 @@ class Agent:
                 latch.release()
 
         self.threads.run(reach)
+        # Who connects keeps to the deadline; there may be no thread that does.
+        left = max(0.0, deadline - self.node.runtime.now())
         try:
-            interrupts.await_latch(latch)
+            reached_in_time = interrupts.await_latch(latch, -1 if left > LONGEST_WAIT else left)
         except BaseException:
             self.interrupted(pending)
             raise
+        if not reached_in_time:
+            raise _NotInTime
         reached = outcome.pop()
         if not isinstance(reached, BaseException):
             return reached

@@ -12,6 +12,7 @@ import math
 import secrets
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -50,6 +51,7 @@ from telegrad.wire.frames import Kind
 from telegrad.wire.handshake import HandshakeError
 from telegrad.wire.link import Link, LinkClosed
 from telegrad.wire.session import SessionError
+from telegrad.wire.stream import Stream
 
 PAUSE_BEFORE_RETRY = 0.05
 MAX_UNANSWERED = 5
@@ -135,8 +137,10 @@ class Agent:
             self.complete_elsewhere([pending])
             return
         except NoRoom as error:
-            if self.node.calls.take(worker, pending.call_id) is not None:
-                self.node.never_left(pending)
+            # Also if its deadline passed meanwhile, which has settled it: it has not left.
+            is_open = self.node.calls.take(worker, pending.call_id) is not None
+            self.node.never_left(pending)
+            if is_open:
                 pending.settle(None, error)
             pending.complete()
             return
@@ -438,8 +442,7 @@ class Agent:
                     outgoing.link.session.seen,
                     "resume",
                 )
-                outgoing.link.resume(visit.stream, visit.peer_has_seen, visit.group, visit.name)
-                outgoing.resumed()
+                outgoing.resume(visit)
                 return
             except (HandshakeError, SessionError, LinkClosed) as error:
                 if visit is not None:
@@ -461,17 +464,25 @@ class Agent:
             return
         member = incoming.member
         broken = incoming.link.stream
-
-        def give_up() -> None:
-            if incoming.link.broken and incoming.link.stream is broken and not incoming.gone:
-                self.lose(member.info.id, f"{reason}, and it did not come back")
-
         try:
             meet(self._meeting, self.node.info, member, incoming.session, 0, "probe").stream.close()
         except OSError as error:
             if is_dead(error):
                 self.lose(member.info.id, f"{reason}, and its process does not answer any more")
                 return
+        self.await_return(incoming, broken, reason)
+
+    def await_return(self, incoming: Incoming, broken: Stream, reason: str) -> None:
+        """Its caller is lost, if it has not mended this link in time."""
+        worker = incoming.member.info.id
+        # A timer lasts longer than a link may, whose descriptors go with its stream.
+        of_broken = weakref.ref(broken)
+
+        def give_up() -> None:
+            present = self._incoming.get(worker)
+            if present is not None and present.link.broken and present.link.stream is of_broken():
+                self.lose(worker, f"{reason}, and it did not come back")
+
         self.watch.call_later(self._liveness, give_up)
 
     def sever(self, worker: int) -> None:

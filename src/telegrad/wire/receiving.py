@@ -227,6 +227,8 @@ class Receiving(Outbox):
             if not arrival.wait(CARRIED_TIMEOUT):
                 return False
             if arrival.failed:
+                # The lane says so only after it has let go of who waits for it.
+                self.mark_broken()
                 raise LinkBroken("the connection broke: its second half did")
         return True
 

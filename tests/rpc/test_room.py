@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 
 import telegrad
 from telegrad import rpc
+from telegrad.rpc.calls import Pending
 from telegrad.rpc.meeting import _MEMORY, _share_memory
 from telegrad.rpc.node import current_node
 from telegrad.rpc.room import is_lack
@@ -23,7 +24,7 @@ from telegrad.rpc.runtime import Threads
 from telegrad.wire.arena import Arena
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Nursery
-from tests.rpc.inside import agent
+from tests.rpc.inside import agent, references
 
 MakeJob = Callable[..., Job]
 
@@ -66,6 +67,28 @@ def test_a_call_for_which_there_is_no_descriptor_says_so_and_the_next_goes_throu
     told = job["a"].do(call_without_room, "b")
     assert "cannot connect to worker 'b'" in told
     assert "Raise that limit (ulimit -n)" in told
+
+
+def run_out_of_time_and_room(to: str) -> int:
+    """How many calls count as made after one that had neither."""
+    node = current_node()
+
+    def reach(pending: Pending) -> None:
+        node.calls.expire(pending.deadline)
+        raise rpc.NoRoom("for a test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent(), "_reach_for", reach)
+        with pytest.raises(rpc.CallTimeout):
+            rpc.rpc_sync(to, functions.echo, args=(rpc.RRef(1),), timeout=60)
+    return node.calls_made() + references()["shared"]
+
+
+def test_a_call_whose_time_was_up_before_there_was_room_counts_as_never_made(
+    make_job: MakeJob,
+) -> None:
+    """Else a shutdown would wait for its end, and what it refers to would be kept."""
+    assert make_job("a", "b")["a"].do(run_out_of_time_and_room, "b") == 0
 
 
 def post_without_room(to: str) -> bool:

@@ -18,7 +18,7 @@ from telegrad.autograd.errors import (
     UnusedResult,
 )
 from telegrad.autograd.messages import Absent, Gradient, History, Message, Mode, Options
-from telegrad.rpc.errors import CallTimeout, RemoteTraceback, WorkerLost
+from telegrad.rpc.errors import CallTimeout, JobClosed, RemoteTraceback, WorkerLost
 from tests.autograd.failing import Fails
 from tests.autograd.harness import Workers
 
@@ -221,6 +221,26 @@ def test_a_pass_that_does_not_end_in_time_names_its_workers() -> None:
     workers.network.deliver_one = lambda to=None: False
     with pytest.raises(CallTimeout, match=r"did not end in 3 s.*\['worker1'\]"):
         workers.nodes[0].autograd.backward(workers.context(0), [loss], Options(), timeout=3)
+
+
+@pytest.mark.parametrize("comes", [0, 1, 2])
+def test_a_pass_ends_when_the_worker_that_waits_for_it_leaves(comes: int) -> None:
+    """It may wait for an answer, or for what comes by itself."""
+    workers = Workers(3)
+    loss = ring(workers, torch.ones(2, requires_grad=True), [1, 2])
+    deliver, left = workers.network.deliver_one, [comes]
+
+    def leave_after_some(to: int | None = None) -> bool:
+        left[0] -= 1
+        if left[0] >= 0:
+            return deliver(to)
+        workers.network.deliver_one = lambda to=None: False
+        workers.nodes[0].close()
+        return True
+
+    workers.network.deliver_one = leave_after_some
+    with pytest.raises(JobClosed, match="Worker 'worker0' shut down during backward in context"):
+        workers.backward(0, [loss])
 
 
 def test_releasing_the_context_ends_a_pass_on_every_worker() -> None:

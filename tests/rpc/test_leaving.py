@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.rpc.node import current_node
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Process, join, results, serve_store
 from tests.rpc.inside import begin_call, call, open_files, outcome_of_begun, when_settled
@@ -146,6 +147,39 @@ def test_calls_of_a_worker_that_leaves_end_with_job_closed(make_job: MakeJob) ->
     job["a"].do(rpc.shutdown, graceful=False)
     with pytest.raises(rpc.JobClosed, match="'a' shut down before the answer came"):
         job["a"].do(outcome_of_begun)
+
+
+def leave_while_a_value_is_made() -> str:
+    """What a thread hears that waits for a value of this worker when this one leaves."""
+    made = rpc.remote(rpc.get_worker_info(), functions.wait_event, args=("never",))
+    waits, heard = threading.Event(), []
+    changed: Any = current_node().values._changed
+    wait = changed.wait
+
+    def waiting(timeout: float | None = None) -> bool:
+        waits.set()
+        return bool(wait(timeout))
+
+    changed.wait = waiting
+
+    def fetch() -> None:
+        try:
+            made.to_here(timeout=0)
+        except rpc.JobClosed as error:
+            heard.append(str(error))
+
+    thread = threading.Thread(target=fetch, daemon=True)
+    thread.start()
+    assert waits.wait(10)
+    rpc.shutdown(graceful=False)
+    thread.join(10)
+    functions.set_event("never")
+    return heard[0] if heard else "nothing"
+
+
+def test_who_waits_for_a_value_of_its_own_worker_is_told_that_it_leaves(make_job: MakeJob) -> None:
+    heard = make_job("a", "b")["a"].do(leave_while_a_value_is_made)
+    assert heard.startswith("Worker 'a' shut down before the value of ")
 
 
 def test_a_job_whose_workers_were_killed_leaves_nothing_once_another_starts(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from telegrad.rpc.calls import afresh
 from telegrad.rpc.errors import (
     CallTimeout,
+    JobClosed,
     ReferenceLost,
     Refused,
     RemoteTraceback,
@@ -102,6 +103,7 @@ class Values:
         self._actions: deque[Action] = deque()
         self._acting = False
         self._mail = Mail(node, self._changed, self._receive)
+        node.on_closed(self._close)
         self._deaths: deque[Handle] = deque()
         self._journey = _Journey()
 
@@ -300,6 +302,11 @@ class Values:
         promise_ends = now() + self.patience_with_promise
         with self._changed:
             while (state := self._core.state(reference)) in (State.PENDING, State.PROMISED):
+                if self._node.closed:
+                    raise JobClosed(
+                        f"Worker {self._node.info.name!r} shut down before the value of "
+                        f"{reference} was there."
+                    )
                 until = deadline if state is State.PENDING else min(deadline, promise_ends)
                 remaining = until - now()
                 if remaining <= 0 and until == deadline:
@@ -311,6 +318,10 @@ class Values:
         if error is not None:
             raise error
         return value
+
+    def _close(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def find(self, reference: ReferenceId) -> tuple[bool, object, BaseException | None]:
         """Whether an owned value need not be waited for; then the value, or what went wrong."""

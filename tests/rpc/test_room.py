@@ -24,7 +24,7 @@ from telegrad.rpc.runtime import Threads
 from telegrad.wire.arena import Arena
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Nursery
-from tests.rpc.inside import agent, references
+from tests.rpc.inside import agent, descriptors, references
 
 MakeJob = Callable[..., Job]
 
@@ -254,6 +254,32 @@ def test_coroutines_run_although_there_was_no_thread_for_the_first(make_job: Mak
     with pytest.raises(RuntimeError, match="can't start new thread"):
         job["a"].do(rpc.rpc_sync, "b", coroutine)
     assert job["a"].do(rpc.rpc_sync, "b", coroutine, timeout=20) == "done"
+
+
+def join_without_a_thread() -> tuple[int, int]:
+    """Descriptors before and after."""
+    before = descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            rpc.init_rpc("alone", rank=0, world_size=1, store=HashStore())
+    after = descriptors()
+    assert not rpc.is_initialized()
+    rpc.init_rpc("alone", rank=0, world_size=1, store=HashStore())
+    rpc.shutdown()
+    return before, after
+
+
+def _no_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_process_without_a_thread_for_it_is_not_left_half_joined(nursery: Nursery) -> None:
+    process = nursery.start()
+    process.do(join_without_a_thread)  # What is opened once stays.
+    before, after = process.do(join_without_a_thread)
+    assert after == before
+    process.end()
 
 
 def join_without_room(room: int) -> str:

@@ -85,6 +85,30 @@ def test_an_error_on_a_worker_reaches_the_caller_with_name_and_traceback() -> No
     assert "raise ValueError" in caught.value.__cause__.text
 
 
+class FailsWithoutWords(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        raise Wordless
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise Wordless
+
+
+def test_an_error_without_words_ends_the_pass() -> None:
+    workers = Workers(2)
+    (there,) = workers.cross(0, 1, [torch.ones(2, requires_grad=True)])
+    (back,) = workers.cross(1, 0, [FailsWithoutWords.apply(there)])
+    with pytest.raises(PassFailed, match=r"Error on Node 1: \(its message") as e:
+        workers.backward(0, [back.sum()])
+    assert "Wordless" in str(e.value.__cause__)
+
+
 def test_an_error_on_the_initiator_is_raised_as_it_is() -> None:
     workers = Workers(2)
     loss = ring(workers, torch.ones(2, requires_grad=True), [1], fail_at=0)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +29,7 @@ from telegrad.rpc.errors import (
     TelegradError,
     WorkerLost,
 )
+from telegrad.rpc.failures import traceback_of
 from telegrad.rpc.reference_mail import Lane, Mail
 from telegrad.rpc.reference_messages import (
     Fence,
@@ -473,7 +473,7 @@ class Values:
 def _kept(worker: str, error: BaseException) -> BaseException:
     """An error as it is stored: with the text of its traceback instead of the frames."""
     kept = afresh(error)
-    kept.__cause__ = RemoteTraceback(worker, "".join(traceback.format_exception(error)))
+    kept.__cause__ = RemoteTraceback(worker, traceback_of(error))
     return kept
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -292,6 +293,30 @@ def run_without_room(room: int) -> str:
     with room_for(room), pytest.raises(rpc.NoRoom) as caught:
         telegrad.run(int, workers=1)
     return str(caught.value)
+
+
+def run_without_a_thread(name: str) -> tuple[list[str], int]:
+    """The processes that are left when no thread of that name can be started, and descriptors."""
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        _start(thread)
+
+    before = descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            telegrad.run(int, workers=1)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return children, descriptors() - before
+
+
+@pytest.mark.parametrize("name", ["telegrad-launch", "telegrad-join"])
+def test_a_start_without_a_thread_leaves_no_process(nursery: Nursery, name: str) -> None:
+    process = nursery.start()
+    process.do(run_without_a_thread, name)  # What is opened once stays.
+    assert process.do(run_without_a_thread, name) == ([], 0)
 
 
 @pytest.mark.parametrize("room", [0, 3, 5])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from tests.rpc import functions
 from tests.rpc.fleet import Job
 from tests.rpc.inside import call, hold_remote, when_settled
@@ -118,6 +118,7 @@ def refusals() -> list[str]:
         lambda: rpc.shutdown(timeout=-1),
         lambda: rpc.shutdown(timeout="soon"),  # type: ignore[arg-type]
         lambda: made.to_here(timeout=float("nan")),
+        lambda: autograd.backward(1, [], timeout=float("nan")),
         lambda: rpc.on_worker_lost("print"),  # type: ignore[arg-type]
     ):
         with pytest.raises((TypeError, ValueError)) as caught:
@@ -134,6 +135,7 @@ def test_what_is_no_time_or_no_callback_is_refused_at_once(make_job: MakeJob) ->
         "timeout=nan",
         "timeout=-1",
         "timeout='soon' is a str",
+        "timeout=nan",
         "timeout=nan",
         "'print' cannot be called",
     ]

@@ -572,10 +572,23 @@ class Agent:
                     end.link.send(Kind.LEAVING, int(job_is_over), deadline=until)
                     end.link.drain(until)
             end.end()
-        for pending in cut:
-            pending.complete()
+        self._complete_cut(cut)
         self.watch.close()
         self.lookout.close()
+
+    def _complete_cut(self, cut: list[Pending]) -> None:
+        """Complete the calls that were cut off. What users do then holds nobody up who leaves."""
+        completed = latched()
+
+        def complete() -> None:
+            try:
+                _complete(cut)
+            finally:
+                completed.release()
+
+        if any(pending.completion for pending in cut):
+            self.threads.run(complete)
+            completed.acquire(timeout=PATIENCE_WITH_FAREWELL)
 
     def debug_info(self) -> dict[str, int]:
         return {

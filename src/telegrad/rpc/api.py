@@ -16,7 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.arguments import check_bound, check_seconds, check_whole
 from telegrad.rpc.closing import IT_IS_OVER, Closing
-from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
+from telegrad.rpc.errors import CallTimeout, JobClosed, NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.limits import Limits
 from telegrad.rpc.meeting import Meeting
@@ -396,6 +396,8 @@ def wait_for_worker(to: str | int, timeout: float | None = None) -> WorkerInfo:
     until = node.runtime.now() + limit if limit > 0 else math.inf
     pause = node.runtime.condition()
     while True:
+        if node.closed:
+            raise JobClosed(f"Worker {node.info.name!r} shut down while it waited for {to!r}.")
         info = node.members.find(to)
         if not node.is_lost(info.id):
             return info

@@ -150,6 +150,9 @@ class Mailbox:
     def on_lost(self, callback: Callable[[int, str], None]) -> None:
         self._lost_callbacks.append(callback)
 
+    def on_closed(self, callback: Callable[[], None]) -> None:
+        self.close = callback
+
     def on_unread(self, callback: Callable[[int, bytes, str], None]) -> None:
         """Nothing is refused here."""
 

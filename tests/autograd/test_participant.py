@@ -18,7 +18,7 @@ from telegrad.autograd.errors import (
     UnusedResult,
 )
 from telegrad.autograd.messages import Absent, Gradient, History, Message, Mode, Options
-from telegrad.rpc.errors import CallTimeout, RemoteTraceback, WorkerLost
+from telegrad.rpc.errors import CallTimeout, JobClosed, RemoteTraceback, WorkerLost
 from tests.autograd.failing import Fails
 from tests.autograd.harness import Workers
 
@@ -83,6 +83,30 @@ def test_an_error_on_a_worker_reaches_the_caller_with_name_and_traceback() -> No
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert caught.value.__cause__.worker == "worker2"
     assert "raise ValueError" in caught.value.__cause__.text
+
+
+class FailsWithoutWords(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        raise Wordless
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise Wordless
+
+
+def test_an_error_without_words_ends_the_pass() -> None:
+    workers = Workers(2)
+    (there,) = workers.cross(0, 1, [torch.ones(2, requires_grad=True)])
+    (back,) = workers.cross(1, 0, [FailsWithoutWords.apply(there)])
+    with pytest.raises(PassFailed, match=r"Error on Node 1: \(its message") as e:
+        workers.backward(0, [back.sum()])
+    assert "Wordless" in str(e.value.__cause__)
 
 
 def test_an_error_on_the_initiator_is_raised_as_it_is() -> None:
@@ -221,6 +245,26 @@ def test_a_pass_that_does_not_end_in_time_names_its_workers() -> None:
     workers.network.deliver_one = lambda to=None: False
     with pytest.raises(CallTimeout, match=r"did not end in 3 s.*\['worker1'\]"):
         workers.nodes[0].autograd.backward(workers.context(0), [loss], Options(), timeout=3)
+
+
+@pytest.mark.parametrize("comes", [0, 1, 2])
+def test_a_pass_ends_when_the_worker_that_waits_for_it_leaves(comes: int) -> None:
+    """It may wait for an answer, or for what comes by itself."""
+    workers = Workers(3)
+    loss = ring(workers, torch.ones(2, requires_grad=True), [1, 2])
+    deliver, left = workers.network.deliver_one, [comes]
+
+    def leave_after_some(to: int | None = None) -> bool:
+        left[0] -= 1
+        if left[0] >= 0:
+            return deliver(to)
+        workers.network.deliver_one = lambda to=None: False
+        workers.nodes[0].close()
+        return True
+
+    workers.network.deliver_one = leave_after_some
+    with pytest.raises(JobClosed, match="Worker 'worker0' shut down during backward in context"):
+        workers.backward(0, [loss])
 
 
 def test_releasing_the_context_ends_a_pass_on_every_worker() -> None:

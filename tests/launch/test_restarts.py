@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 
 import telegrad
 from telegrad import rpc
+from telegrad.launch.forkserver import ForkServer
+from telegrad.launch.job import Seat
 
 _kept: list[object] = []
 
@@ -177,3 +181,27 @@ def _until(condition: Callable[[], bool]) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
+
+
+def test_a_worker_that_cannot_be_forked_just_now_is_forked_later(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The server that all others are children of must not end for that."""
+    ours, theirs = Pipe()
+    server = ForkServer(theirs)
+    seat = Seat("ps", 1, 2, 0, b"", 1.0, 1.0, 1)
+    refused = [2]
+
+    def fork() -> int:
+        if refused[0]:
+            refused[0] -= 1
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return 0  # As in the worker that was forked.
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(server, "_watch_for_exits", lambda: None)
+    monkeypatch.setattr(server, "_leave_server", lambda *pipe: [os.close(end) for end in pipe])
+    server._vacant.append(seat)
+    assert server.serve() is seat
+    assert capfd.readouterr().err.count("worker 'ps' cannot be started anew yet") == 1
+    ours.close()

@@ -6,9 +6,11 @@ import gc
 import os
 import resource
 import time
+import weakref
 from collections.abc import Callable
 
 from telegrad import rpc
+from telegrad.rpc.outgoing import Outgoing
 from tests.rpc import functions
 from tests.rpc.fleet import Job
 from tests.rpc.inside import agent, call, descriptors, open_files, when_settled
@@ -77,6 +79,25 @@ def test_links_of_lost_workers_free_their_descriptors_without_a_collection(
     for name in "bcd":
         job[name].kill()
     assert job["a"].do(files_more_when_lost, 3) == []
+
+
+def lose_while_mended(name: str) -> bool:
+    """Whether the descriptor of a link is free although its worker was lost just when it went on
+    over a new connection."""
+    gc.disable()
+    rpc.rpc_sync(name, functions.nothing)
+    outgoing = agent()._outgoing[rpc.get_worker_info(name).id]
+    assert isinstance(outgoing, Outgoing)
+    stream = weakref.ref(outgoing.link.stream)
+    agent().lose(outgoing.member.info.id, "for a test")
+    outgoing._adopt_stream()
+    del outgoing
+    return when_settled(lambda: stream() is None)
+
+
+def test_a_link_that_ends_while_it_is_mended_frees_its_descriptor(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    assert job["a"].do(lose_while_mended, "b")
 
 
 def cut_and_call(to: str, times: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from tests.rpc import functions
 from tests.rpc.fleet import Job
 from tests.rpc.inside import call, hold_remote, when_settled
@@ -106,3 +106,36 @@ def test_callbacks_on_a_loss_may_call_and_may_fail(make_job: MakeJob) -> None:
 def recorded_when_there() -> list[Any]:
     when_settled(lambda: bool(functions.recorded))
     return functions.take_recorded()
+
+
+def refusals() -> list[str]:
+    """What is said to one who gives no time, or nothing that can be called."""
+    made = rpc.RRef(1)
+    said = []
+    for ask in (
+        lambda: rpc.wait_for_worker(0, timeout=-1),
+        lambda: rpc.wait_for_worker(0, timeout=float("nan")),
+        lambda: rpc.shutdown(timeout=-1),
+        lambda: rpc.shutdown(timeout="soon"),  # type: ignore[arg-type]
+        lambda: made.to_here(timeout=float("nan")),
+        lambda: autograd.backward(1, [], timeout=float("nan")),
+        lambda: rpc.on_worker_lost("print"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            ask()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_is_no_time_or_no_callback_is_refused_at_once(make_job: MakeJob) -> None:
+    """Below zero, or no number at all, would be no bound: a wait for ever."""
+    said = make_job("a")["a"].do(refusals)
+    assert [each.split(":")[0] for each in said] == [
+        "timeout=-1",
+        "timeout=nan",
+        "timeout=-1",
+        "timeout='soon' is a str",
+        "timeout=nan",
+        "timeout=nan",
+        "'print' cannot be called",
+    ]

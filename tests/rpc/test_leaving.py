@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.rpc.node import current_node
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Process, join, results, serve_store
 from tests.rpc.inside import begin_call, call, open_files, outcome_of_begun, when_settled
@@ -146,6 +147,101 @@ def test_calls_of_a_worker_that_leaves_end_with_job_closed(make_job: MakeJob) ->
     job["a"].do(rpc.shutdown, graceful=False)
     with pytest.raises(rpc.JobClosed, match="'a' shut down before the answer came"):
         job["a"].do(outcome_of_begun)
+
+
+def leave_while_a_value_is_made() -> str:
+    """What a thread hears that waits for a value of this worker when this one leaves."""
+    made = rpc.remote(rpc.get_worker_info(), functions.wait_event, args=("never",))
+    waits, heard = threading.Event(), []
+    changed: Any = current_node().values._changed
+    wait = changed.wait
+
+    def waiting(timeout: float | None = None) -> bool:
+        waits.set()
+        return bool(wait(timeout))
+
+    changed.wait = waiting
+
+    def fetch() -> None:
+        try:
+            made.to_here(timeout=0)
+        except rpc.JobClosed as error:
+            heard.append(str(error))
+
+    thread = threading.Thread(target=fetch, daemon=True)
+    thread.start()
+    assert waits.wait(10)
+    rpc.shutdown(graceful=False)
+    thread.join(10)
+    functions.set_event("never")
+    return heard[0] if heard else "nothing"
+
+
+def test_who_waits_for_a_value_of_its_own_worker_is_told_that_it_leaves(make_job: MakeJob) -> None:
+    heard = make_job("a", "b")["a"].do(leave_while_a_value_is_made)
+    assert heard.startswith("Worker 'a' shut down before the value of ")
+
+
+def leave_with_a_callback_that_hangs(to: str) -> list[str]:
+    """What comes first: the end of shutdown, or of what is done with a call that it cut off."""
+    happened: list[str] = []
+    left, ended = threading.Event(), threading.Event()
+
+    def hang(future: object) -> None:
+        left.wait(5)
+        happened.append("the callback has ended")
+        ended.set()
+
+    rpc.rpc_async(to, functions.wait_event, args=("never",), timeout=0).add_done_callback(hang)
+    rpc.shutdown(graceful=False)
+    happened.append("shutdown has ended")
+    left.set()
+    assert ended.wait(10)
+    return happened
+
+
+def test_a_shutdown_is_not_held_up_by_the_callback_of_a_call_that_it_cuts_off(
+    make_job: MakeJob,
+) -> None:
+    job = make_job("a", "b")
+    happened = job["a"].do(leave_with_a_callback_that_hangs, "b")
+    assert happened == ["shutdown has ended", "the callback has ended"]
+    job["b"].do(functions.set_event, "never")
+
+
+def leave_while_a_worker_is_awaited(name: str) -> str:
+    """What a thread hears that waits for a worker to come back when its own leaves."""
+    heard: list[str] = []
+    waits = threading.Event()
+    node = current_node()
+    find = node.members.find
+
+    def found(who: Any) -> Any:
+        waits.set()
+        return find(who)
+
+    node.members.find = found  # type: ignore[method-assign]
+
+    def wait() -> None:
+        try:
+            rpc.wait_for_worker(name, timeout=0)
+        except rpc.JobClosed as error:
+            heard.append(str(error))
+
+    assert when_settled(lambda: bool(rpc.debug_info()["lost workers"]))
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    assert waits.wait(10)
+    rpc.shutdown(graceful=False)
+    thread.join(10)
+    return heard[0] if heard else "nothing"
+
+
+def test_who_waits_for_a_worker_is_told_that_its_own_leaves(make_job: MakeJob) -> None:
+    job = make_job("a", "b", life=0)
+    job["b"].kill()
+    heard = job["a"].do(leave_while_a_worker_is_awaited, "b")
+    assert heard == "Worker 'a' shut down while it waited for 'b'."
 
 
 def test_a_job_whose_workers_were_killed_leaves_nothing_once_another_starts(

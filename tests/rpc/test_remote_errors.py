@@ -109,6 +109,14 @@ def test_an_error_that_cannot_travel_is_described(name: str, words: list[str]) -
     assert "on worker 'worker1'" in str(error.__cause__)
 
 
+@pytest.mark.parametrize("to", ["worker1", "main"])
+def test_a_value_whose_making_failed_without_words_is_not_waited_for(to: str) -> None:
+    made = rpc.remote(to, functions.raise_named, args=("unprintable",))
+    for _ in range(2):
+        with pytest.raises(rpc.RemoteError, match=r"Unprintable: \(its message"):
+            made.to_here(timeout=20)
+
+
 @pytest.mark.parametrize("name", ["interrupt", "exit"])
 def test_a_function_that_ends_its_process_only_ends_its_call(name: str) -> None:
     error = error_of(name)

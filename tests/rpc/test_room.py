@@ -9,18 +9,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 import telegrad
 from telegrad import rpc
+from telegrad.rpc.calls import Pending
 from telegrad.rpc.meeting import _MEMORY, _share_memory
 from telegrad.rpc.node import current_node
 from telegrad.rpc.room import is_lack
+from telegrad.rpc.runtime import Threads
 from telegrad.wire.arena import Arena
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Nursery
+from tests.rpc.inside import agent, descriptors, references
 
 MakeJob = Callable[..., Job]
 
@@ -63,6 +68,28 @@ def test_a_call_for_which_there_is_no_descriptor_says_so_and_the_next_goes_throu
     told = job["a"].do(call_without_room, "b")
     assert "cannot connect to worker 'b'" in told
     assert "Raise that limit (ulimit -n)" in told
+
+
+def run_out_of_time_and_room(to: str) -> int:
+    """How many calls count as made after one that had neither."""
+    node = current_node()
+
+    def reach(pending: Pending) -> None:
+        node.calls.expire(pending.deadline)
+        raise rpc.NoRoom("for a test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent(), "_reach_for", reach)
+        with pytest.raises(rpc.CallTimeout):
+            rpc.rpc_sync(to, functions.echo, args=(rpc.RRef(1),), timeout=60)
+    return node.calls_made() + references()["shared"]
+
+
+def test_a_call_whose_time_was_up_before_there_was_room_counts_as_never_made(
+    make_job: MakeJob,
+) -> None:
+    """Else a shutdown would wait for its end, and what it refers to would be kept."""
+    assert make_job("a", "b")["a"].do(run_out_of_time_and_room, "b") == 0
 
 
 def post_without_room(to: str) -> bool:
@@ -135,6 +162,127 @@ def test_a_call_waits_for_a_descriptor_as_long_as_a_connection_may_be_down(
     assert make_job("a", "b")["a"].do(call_until_there_is_room, "b") == "b"
 
 
+_start = threading.Thread.start
+
+
+def have_no_thread(times: int) -> None:
+    """The system gives this process no thread, so many times."""
+    Threads.KEPT = 0
+    threads = agent().threads
+    parked, threads._parked = threads._parked, []
+    for each in parked:
+        each.latch.release()
+    left = [times]
+
+    def start_sometimes(thread: threading.Thread) -> None:
+        if thread.name == "telegrad" and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        _start(thread)
+
+    threading.Thread.start = start_sometimes  # type: ignore[method-assign]
+
+
+def call_back(to: str) -> str:
+    """Waits, so another thread has to read what comes meanwhile."""
+    return rpc.rpc_sync(to, functions.who_am_i, timeout=20)
+
+
+def futures_of(to: str, count: int) -> list[str]:
+    futures = [rpc.rpc_async(to, functions.who_am_i, timeout=20) for _ in range(count)]
+    return torch.futures.wait_all(futures)
+
+
+def expires(to: str) -> str:
+    """Nobody waits for the call itself: the watch has a thread complete its future."""
+    future = rpc.rpc_async(to, functions.wait_event, args=("never",), timeout=0.2)
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    assert done.wait(20)
+    with pytest.raises(rpc.CallTimeout) as caught:
+        future.wait()
+    rpc.rpc_sync(to, functions.set_event, args=("never",))
+    return str(caught.value)
+
+
+def test_a_process_that_gets_no_thread_goes_on_when_it_gets_one(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    for each in (job["a"], job["b"]):
+        each.do(have_no_thread, 10)
+    assert job["a"].do(rpc.rpc_sync, "b", call_back, args=("a",), timeout=20) == "a"
+    for _ in range(2):
+        for each in (job["a"], job["b"]):
+            each.do(have_no_thread, 10)
+        assert job["a"].do(rpc.rpc_sync, "b", call_back, args=("a",), timeout=20) == "a"
+        assert job["a"].do(futures_of, "b", 20) == ["b"] * 20
+    job["a"].do(have_no_thread, 10)
+    assert "wait_event on worker 'b' has not answered" in job["a"].do(expires, "b")
+    assert not job["a"].do(rpc.debug_info)["lost workers"]
+
+
+def call_without_threads(to: str) -> str:
+    have_no_thread(1_000_000)
+    with pytest.raises(rpc.CallTimeout) as caught:
+        rpc.rpc_sync(to, functions.who_am_i, timeout=0.3)
+    have_no_thread(0)
+    assert rpc.rpc_sync(to, functions.who_am_i, timeout=20) == to
+    return str(caught.value)
+
+
+def test_a_call_for_which_there_is_no_thread_keeps_its_deadline(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    assert "who_am_i on worker 'b' has not answered" in job["a"].do(call_without_threads, "b")
+
+
+def have_no_thread_for_coroutines() -> None:
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "telegrad-coroutines":
+            threading.Thread.start = _start  # type: ignore[method-assign]
+            raise RuntimeError("can't start new thread")
+        _start(thread)
+
+    threading.Thread.start = start_others  # type: ignore[method-assign]
+
+
+async def coroutine() -> str:
+    return "done"
+
+
+def test_coroutines_run_although_there_was_no_thread_for_the_first(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    assert job["a"].do(rpc.rpc_sync, "b", functions.who_am_i) == "b"
+    job["b"].do(have_no_thread_for_coroutines)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        job["a"].do(rpc.rpc_sync, "b", coroutine)
+    assert job["a"].do(rpc.rpc_sync, "b", coroutine, timeout=20) == "done"
+
+
+def join_without_a_thread() -> tuple[int, int]:
+    """Descriptors before and after."""
+    before = descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            rpc.init_rpc("alone", rank=0, world_size=1, store=HashStore())
+    after = descriptors()
+    assert not rpc.is_initialized()
+    rpc.init_rpc("alone", rank=0, world_size=1, store=HashStore())
+    rpc.shutdown()
+    return before, after
+
+
+def _no_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_process_without_a_thread_for_it_is_not_left_half_joined(nursery: Nursery) -> None:
+    process = nursery.start()
+    process.do(join_without_a_thread)  # What is opened once stays.
+    before, after = process.do(join_without_a_thread)
+    assert after == before
+    process.end()
+
+
 def join_without_room(room: int) -> str:
     with room_for(room), pytest.raises(rpc.NoRoom) as caught:
         rpc.init_rpc("alone", rank=0, world_size=1, store=HashStore())
@@ -145,6 +293,30 @@ def run_without_room(room: int) -> str:
     with room_for(room), pytest.raises(rpc.NoRoom) as caught:
         telegrad.run(int, workers=1)
     return str(caught.value)
+
+
+def run_without_a_thread(name: str) -> tuple[list[str], int]:
+    """The processes that are left when no thread of that name can be started, and descriptors."""
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        _start(thread)
+
+    before = descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            telegrad.run(int, workers=1)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return children, descriptors() - before
+
+
+@pytest.mark.parametrize("name", ["telegrad-launch", "telegrad-join"])
+def test_a_start_without_a_thread_leaves_no_process(nursery: Nursery, name: str) -> None:
+    process = nursery.start()
+    process.do(run_without_a_thread, name)  # What is opened once stays.
+    assert process.do(run_without_a_thread, name) == ([], 0)
 
 
 @pytest.mark.parametrize("room", [0, 3, 5])

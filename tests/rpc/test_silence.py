@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from telegrad.rpc import pulse
+from telegrad.rpc.heartbeat import Heartbeat
+from telegrad.rpc.lookout import Lookout
 from telegrad.rpc.pulse import (
     SIZE,
     Companion,
     Condition,
     answer,
+    look_at,
     question,
     read_answer,
     read_question,
@@ -241,3 +249,37 @@ def test_a_companion_tells_that_its_worker_is_stopped_and_ends_with_it() -> None
         poll.register(descriptor, select.POLLIN)
         assert poll.poll(10_000), "the companion outlived its worker"
         os.close(descriptor)
+
+
+def test_who_listens_while_its_worker_leaves_comes_to_an_end() -> None:
+    """A socket that was closed has an error for each look."""
+    heartbeat = Heartbeat(b"k" * 32, 1.0, 0.1, 0.1, lambda silence: None)
+    asking = heartbeat._socket(socket.AF_INET)
+    listening = threading.Thread(target=heartbeat._listen, daemon=True)
+    asking.close()
+    listening.start()
+    listening.join(10)
+    assert not listening.is_alive()
+
+
+def test_a_companion_that_has_no_room_to_look_does_not_take_its_worker_for_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    me = Process.own()
+    assert look_at(me.pid, me.born) is Condition.RUNS
+
+    def no_room(path: str) -> None:
+        raise OSError(errno.ENFILE, "Too many open files in system", path)
+
+    monkeypatch.setattr(pulse, "open", no_room, raising=False)
+    assert look_at(me.pid, me.born) is Condition.RUNS
+
+
+def test_an_inquiry_comes_to_a_verdict_whatever_one_who_is_asked_answers() -> None:
+    def fails(pending: object) -> None:
+        raise KeyError("an error of another worker")
+
+    lookout = object.__new__(Lookout)
+    lookout._node = SimpleNamespace(wait=fails)  # type: ignore[assignment]
+    pending: Any = None
+    assert lookout._says_yes(pending) is False

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from telegrad.wire import group as group_module
 from telegrad.wire import torch_private
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import GROUP, HEADER, Frame, FrameLimits, Kind
@@ -280,6 +281,17 @@ def test_a_connection_that_ends_while_a_group_is_formed_is_an_error() -> None:
     other.close()
     with pytest.raises(ConnectionError):
         form_group("gloo", Channel(one), 0, "127.0.0.1")
+
+
+def test_a_group_for_which_there_is_no_thread_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_thread() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(group_module, "_Follower", no_thread)
+    with pytest.raises(ConnectionError, match="can't start new thread"):
+        form()
 
 
 def test_a_backend_is_asked_for_by_a_name_that_this_torch_has() -> None:

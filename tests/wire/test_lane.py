@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -326,6 +328,34 @@ def test_the_end_frees_a_sender_that_waits_for_room(wide: Wide, end: str) -> Non
 
 
 # Having one.
+
+
+@pytest.mark.parametrize("how", ["close", "mend", "lane breaks"])
+def test_the_descriptor_of_a_lane_goes_with_it_and_not_when_a_collection_finds_it(how: str) -> None:
+    a, b = links()
+    ends = pair()
+    streams = [weakref.ref(end) for end in ends]
+    widen(a, b, ends)
+    del ends
+    gc.disable()
+    try:
+        if how == "lane breaks":
+            assert a._lane is not None
+            a._lane._break()
+            assert a.broken
+        if how == "mend":
+            a.mark_broken()
+            b.mark_broken()
+            fresh = pair()
+            a.resume(fresh[0], 0)
+            b.resume(fresh[1], 0)
+        else:
+            a.close()
+            b.close()
+            del a, b
+        until(lambda: not any(stream() for stream in streams))
+    finally:
+        gc.enable()
 
 
 def test_a_lane_is_asked_for_once_by_whoever_sends_or_gets_a_large_tensor() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from telegrad.wire import receiving
 from telegrad.wire.arena import Arena, ArenaView
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, Frame, FrameLimits, Kind
@@ -417,6 +418,24 @@ def test_a_frame_for_which_there_is_no_memory_is_refused() -> None:
     huge = 1 << 60
     row = struct.pack("<QQ", huge, INLINE)
     near.sendall(HEADER.pack(Kind.CALL, 0, 0, 1, 0, 0, 16 + huge, 1, 0, 1) + row)
+    with pytest.raises(CodecError, match="no memory for a frame"):
+        receive(link)
+
+
+def test_a_frame_for_whose_metadata_there_is_no_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    huge = 1 << 30
+
+    def little(size: int) -> bytearray:
+        if size > 1 << 20:
+            raise MemoryError
+        return bytearray(size)
+
+    monkeypatch.setattr(receiving, "bytearray", little, raising=False)
+    near, far = socket.socketpair()
+    link = Link(PlainStream(far), limits=FrameLimits(1 << 62, huge, 1 << 20))
+    near.sendall(HEADER.pack(Kind.CALL, 0, 0, 0, 0, huge, huge, 1, 0, 1))
     with pytest.raises(CodecError, match="no memory for a frame"):
         receive(link)
 

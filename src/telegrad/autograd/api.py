@@ -29,6 +29,7 @@ from telegrad.autograd.figure import draw
 from telegrad.autograd.messages import Mode, Options
 from telegrad.autograd.roots import check_roots
 from telegrad.autograd.service import Autograd
+from telegrad.rpc.arguments import check_bound
 from telegrad.rpc.node import Node, current_node, register_layer
 
 register_layer("autograd", Autograd, AutogradCrossing())
@@ -88,6 +89,8 @@ def backward(
         return
     options = Options.of(retain_graph, create_graph, _mode(mode))
     _check_arguments(context_id, roots)
+    if timeout is not None:
+        check_bound("timeout", timeout)
     service = autograd_of()
     found = service.context(context_id)
     check_roots(roots)

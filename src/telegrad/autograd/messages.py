@@ -6,7 +6,6 @@ every message has the gradient of one tensor.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,6 +18,7 @@ from torch import Tensor, strided
 
 from telegrad.autograd.errors import AutogradError
 from telegrad.rpc.errors import WorkerLost, in_few_words
+from telegrad.rpc.failures import traceback_of, words_of
 from telegrad.wire.parcel import Parcel
 
 
@@ -84,8 +84,8 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, worker: int, worker_name: str) -> Failure:
-        text = in_few_words("".join(traceback.format_exception(error)), MOST_OF_A_TEXT)
-        message = in_few_words(str(error), MOST_OF_A_TEXT) or type(error).__name__
+        text = in_few_words(traceback_of(error), MOST_OF_A_TEXT)
+        message = in_few_words(words_of(error), MOST_OF_A_TEXT) or type(error).__name__
         if isinstance(error, WorkerLost):
             return cls(worker, worker_name, message, text, error.worker, error.cause)
         return cls(worker, worker_name, message, text)

@@ -17,7 +17,7 @@ from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, Scope, 
 from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.describe import DESCRIBE, Part, part_of
 from telegrad.autograd.errors import AutogradError, ContextLost, UnknownContext
-from telegrad.autograd.events import Abandon, Asked, Lost, Missed
+from telegrad.autograd.events import Abandon, Asked, Lost, Missed, Stopped
 from telegrad.autograd.initiator import Initiator
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import (
@@ -37,7 +37,7 @@ from telegrad.autograd.references import BACKWARD, backward_from, backward_on_ow
 from telegrad.autograd.refusals import Refusals
 from telegrad.autograd.releases import Releases
 from telegrad.rpc.calls import Pending, afresh
-from telegrad.rpc.errors import TelegradError
+from telegrad.rpc.errors import JobClosed, TelegradError
 from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.results import Finish, Later
 
@@ -63,6 +63,7 @@ class Autograd:
         node.on_operation(BACKWARD, self._on_backward)
         node.on_operation(DESCRIBE, self._on_describe)
         node.on_lost(self._on_lost)
+        node.on_closed(self._on_closed)
         self.refusals = Refusals(self)
 
     # Contexts.
@@ -119,6 +120,15 @@ class Autograd:
                 self._censuses.report(context.id)
             for participant in list(context.participants.values()):
                 participant.deliver(self.node.info.id, Lost(worker, reason))
+
+    def _on_closed(self) -> None:
+        """Nothing comes any more that a pass could wait for."""
+        name = self.node.info.name
+        for context in self.container:
+            error = JobClosed(f"Worker {name!r} shut down during backward in context {context.id}.")
+            for participant in list(context.participants.values()):
+                if not participant.idle:
+                    participant.deliver(self.node.info.id, Stopped(afresh(error)))
 
     def _lost_with(self, context_id: int, worker: int, reason: str) -> ContextLost:
         name = self.node.members.name(worker)

@@ -54,6 +54,7 @@ from telegrad.launch.worker import work
 
 _KEPT_LINES = 40
 _TERM_SECONDS = 0.5
+_PAUSE_BEFORE_FORK = 0.1
 
 
 def main(control: int, lifeline: int, caller: int) -> None:
@@ -131,12 +132,18 @@ class ForkServer:
         self._exits: tuple[int, int] | None = None
         self._restarts = 0
         self._vacant: deque[Seat] = deque()
+        self._said = False
 
     def fork_workers(self, seats: tuple[Seat, ...]) -> Seat | None:
         """Fork one worker for each seat. Returns that seat in the worker, None in the server."""
         for seat in seats:
             reading, writing = os.pipe()
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError:
+                os.close(reading)
+                os.close(writing)
+                raise
             if pid == 0:
                 self._leave_server(reading, writing)
                 return seat
@@ -167,7 +174,7 @@ class ForkServer:
         self._reap()  # those that ended before the watch began
         while (self._children or self._vacant) and not self._end_wanted:
             if self._vacant:
-                seat = self.fork_workers((self._vacant.popleft(),))
+                seat = self._fork_vacant(self._vacant.popleft())
                 if seat is not None:
                     return seat
             else:
@@ -175,6 +182,21 @@ class ForkServer:
         self._selector.unregister(self._channel)
         self._end_workers()
         return None
+
+    def _fork_vacant(self, seat: Seat) -> Seat | None:
+        """As `fork_workers`. If the system gives no process just now, the others must not end for
+        that: it is tried again."""
+        try:
+            return self.fork_workers((seat,))
+        except OSError as error:
+            self._vacant.append(seat)
+            if not self._said:
+                self._said = True
+                text = f"telegrad: worker {seat.name!r} cannot be started anew yet: {error}\n"
+                with contextlib.suppress(OSError):
+                    os.write(2, text.encode())
+            self._turn(_PAUSE_BEFORE_FORK)
+            return None
 
     def _turn(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):

@@ -135,8 +135,8 @@ def _run(conduct: Conduct, main: Callable[[], T], options: Options) -> T:
     joining = threading.Thread(
         target=_join, args=(conduct, own, news), name="telegrad-join", daemon=True
     )
-    joining.start()
     try:
+        joining.start()
         _wait_for_start(news, len(others), options.timeout)
         if options.restarts:
             processes.supervise(options.restarts)
@@ -226,6 +226,8 @@ def _call(main: Callable[[], T]) -> T:
 
 def _await_end_of(joining: threading.Thread) -> None:
     """A thread that still waits in C++ when the interpreter ends would abort the process."""
+    if joining.ident is None:
+        return  # There was no thread for it.
     joining.join(_LEAVE_SECONDS)
     if joining.is_alive():
         atexit.register(leave_threads_behind)

@@ -55,9 +55,16 @@ class LocalProcesses:
         self._gone = False
         self._ending = False
         self._start(orders)
-        threading.Thread(
-            target=self._listen, args=(orders,), name="telegrad-launch", daemon=True
-        ).start()
+        try:
+            threading.Thread(
+                target=self._listen, args=(orders,), name="telegrad-launch", daemon=True
+            ).start()
+        except RuntimeError:
+            # No thread can be had: nobody would ever end what was just started.
+            self._gone = True
+            self._end_at_once()
+            self._channel.close()
+            raise
 
     def _start(self, orders: Orders) -> None:
         ours, theirs = socket.socketpair()

@@ -12,6 +12,7 @@ import math
 import secrets
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -50,11 +51,13 @@ from telegrad.wire.frames import Kind
 from telegrad.wire.handshake import HandshakeError
 from telegrad.wire.link import Link, LinkClosed
 from telegrad.wire.session import SessionError
+from telegrad.wire.stream import Stream
 
 PAUSE_BEFORE_RETRY = 0.05
 MAX_UNANSWERED = 5
 PATIENCE_WITH_BUSY = 60.0
 PATIENCE_WITH_FAREWELL = 0.5
+LONGEST_WAIT = 3600.0
 BURY_EVERY = 0.02
 """Seconds between two tellings of references that died: each takes the interpreter from those who
 work, and a step of training may let go of one after the other."""
@@ -88,6 +91,7 @@ class Agent:
         self._next_burial = 0.0
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
+        threads.nudge = self.watch.poke
         self.visitors = Visitors(self, meeting, liveness)
         self._loopback = Loopback(self)
         self._outgoing[node.info.id] = self._loopback
@@ -133,8 +137,10 @@ class Agent:
             self.complete_elsewhere([pending])
             return
         except NoRoom as error:
-            if self.node.calls.take(worker, pending.call_id) is not None:
-                self.node.never_left(pending)
+            # Also if its deadline passed meanwhile, which has settled it: it has not left.
+            is_open = self.node.calls.take(worker, pending.call_id) is not None
+            self.node.never_left(pending)
+            if is_open:
                 pending.settle(None, error)
             pending.complete()
             return
@@ -236,6 +242,9 @@ class Agent:
     def _tick(self, now: float) -> float:
         running = self._loopback.tick()
         unwritten = False
+        if self.threads.has_waiting:
+            self.threads.retry()
+            running |= self.threads.has_waiting
         for incoming in list(self._incoming.values()):
             running |= incoming.tick()
             unwritten |= incoming.tidies(now)
@@ -272,7 +281,7 @@ class Agent:
         with self._lock:
             gate = self._connecting.setdefault(worker, threading.Lock())
         left = deadline - self.node.runtime.now()
-        if not gate.acquire(timeout=max(0.0, min(left, 3600.0))):
+        if not gate.acquire(timeout=max(0.0, min(left, LONGEST_WAIT))):
             raise _NotInTime
         try:
             outgoing = self._outgoing.get(worker)
@@ -321,11 +330,15 @@ class Agent:
                 latch.release()
 
         self.threads.run(reach)
+        # Who connects keeps to the deadline; there may be no thread that does.
+        left = max(0.0, deadline - self.node.runtime.now())
         try:
-            interrupts.await_latch(latch)
+            reached_in_time = interrupts.await_latch(latch, -1 if left > LONGEST_WAIT else left)
         except BaseException:
             self.interrupted(pending)
             raise
+        if not reached_in_time:
+            raise _NotInTime
         reached = outcome.pop()
         if not isinstance(reached, BaseException):
             return reached
@@ -429,8 +442,7 @@ class Agent:
                     outgoing.link.session.seen,
                     "resume",
                 )
-                outgoing.link.resume(visit.stream, visit.peer_has_seen, visit.group, visit.name)
-                outgoing.resumed()
+                outgoing.resume(visit)
                 return
             except (HandshakeError, SessionError, LinkClosed) as error:
                 if visit is not None:
@@ -452,17 +464,25 @@ class Agent:
             return
         member = incoming.member
         broken = incoming.link.stream
-
-        def give_up() -> None:
-            if incoming.link.broken and incoming.link.stream is broken and not incoming.gone:
-                self.lose(member.info.id, f"{reason}, and it did not come back")
-
         try:
             meet(self._meeting, self.node.info, member, incoming.session, 0, "probe").stream.close()
         except OSError as error:
             if is_dead(error):
                 self.lose(member.info.id, f"{reason}, and its process does not answer any more")
                 return
+        self.await_return(incoming, broken, reason)
+
+    def await_return(self, incoming: Incoming, broken: Stream, reason: str) -> None:
+        """Its caller is lost, if it has not mended this link in time."""
+        worker = incoming.member.info.id
+        # A timer lasts longer than a link may, whose descriptors go with its stream.
+        of_broken = weakref.ref(broken)
+
+        def give_up() -> None:
+            present = self._incoming.get(worker)
+            if present is not None and present.link.broken and present.link.stream is of_broken():
+                self.lose(worker, f"{reason}, and it did not come back")
+
         self.watch.call_later(self._liveness, give_up)
 
     def sever(self, worker: int) -> None:
@@ -552,10 +572,23 @@ class Agent:
                     end.link.send(Kind.LEAVING, int(job_is_over), deadline=until)
                     end.link.drain(until)
             end.end()
-        for pending in cut:
-            pending.complete()
+        self._complete_cut(cut)
         self.watch.close()
         self.lookout.close()
+
+    def _complete_cut(self, cut: list[Pending]) -> None:
+        """Complete the calls that were cut off. What users do then holds nobody up who leaves."""
+        completed = latched()
+
+        def complete() -> None:
+            try:
+                _complete(cut)
+            finally:
+                completed.release()
+
+        if any(pending.completion for pending in cut):
+            self.threads.run(complete)
+            completed.acquire(timeout=PATIENCE_WITH_FAREWELL)
 
     def debug_info(self) -> dict[str, int]:
         return {

@@ -16,7 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.arguments import check_bound, check_seconds, check_whole
 from telegrad.rpc.closing import IT_IS_OVER, Closing
-from telegrad.rpc.errors import CallTimeout, NotInitialized, TelegradError
+from telegrad.rpc.errors import CallTimeout, JobClosed, NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.limits import Limits
 from telegrad.rpc.meeting import Meeting
@@ -144,7 +144,14 @@ def init_rpc(
                 node.services["rendezvous"] = visit
                 node.services["static"] = world_size is not None
                 set_process_node(node)
-                agent.start(announce=bool(life))
+                try:
+                    agent.start(announce=bool(life))
+                except BaseException:
+                    visit.leave()
+                    set_process_node(None)
+                    agent.close()
+                    threads.close()
+                    raise
         except BaseException:
             interrupts.uninstall("job")
             raise
@@ -221,6 +228,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     node = current_node()
     agent = node.transport
     assert isinstance(agent, Agent)
+    check_bound("timeout", timeout)
     try:
         if graceful:
             if node.services["static"]:
@@ -384,9 +392,12 @@ def wait_for_worker(to: str | int, timeout: float | None = None) -> WorkerInfo:
     """
     node = current_node()
     limit = node.timeout if timeout is None else timeout
+    check_bound("timeout", limit)
     until = node.runtime.now() + limit if limit > 0 else math.inf
     pause = node.runtime.condition()
     while True:
+        if node.closed:
+            raise JobClosed(f"Worker {node.info.name!r} shut down while it waited for {to!r}.")
         info = node.members.find(to)
         if not node.is_lost(info.id):
             return info
@@ -411,6 +422,8 @@ def on_worker_lost(callback: Callable[[WorkerInfo, str], object]) -> None:
         on_worker_lost(lambda worker, reason: print(worker.name, reason))
     """
     node = current_node()
+    if not callable(callback):
+        raise TypeError(f"{callback!r} cannot be called: give a function of worker and reason")
 
     def told(worker: int, reason: str) -> None:
         if reason != IT_IS_OVER:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from threading import Lock, RLock
 
 from telegrad.rpc.errors import CallTimeout, RemoteError, TelegradError, WorkerLost
+from telegrad.rpc.failures import UNREADABLE, words_of
 from telegrad.rpc.reference_messages import Transfer
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.frames import Frame
@@ -114,16 +115,18 @@ def afresh(error: BaseException) -> BaseException:
     to. One that is kept (with a call, a value, a future) must therefore never be raised itself: the
     caller's frame often has the very thing that keeps the error, and neither would ever go.
     """
-    kind = type(error)
+    kind, words = type(error), words_of(error)
     try:
         # An OSError takes its arguments in `__new__`, and no other `__new__` may make one.
         new = OSError.__new__ if isinstance(error, OSError) else kind.__new__
         again = new(kind, *error.args)
         again.__dict__.update(error.__dict__)
-        if str(again) != str(error):
+        if words_of(again) != words:
             again = copy.copy(error)
     except Exception:
-        again = RemoteError(f"{kind.__module__}.{kind.__qualname__}: {error}")
+        again = error
+    if again is error or words == UNREADABLE:
+        again = RemoteError(f"{kind.__module__}.{kind.__qualname__}: {words}")
     again.__cause__ = error.__cause__
     return again
 

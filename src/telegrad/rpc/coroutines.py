@@ -12,6 +12,7 @@ loop in between, it would wait for the very call that waits for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -45,7 +46,15 @@ class Coroutines:
                 task.add_done_callback(lambda done: _report(done, finish))
 
             self._waiting.append(begin)
-            self._begin_soon(self._running_loop())
+            try:
+                loop = self._running_loop()
+            except RuntimeError:
+                # No thread can be had. Its caller is told so, unless another loop has begun it.
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(begin)
+                    raise
+                return
+            self._begin_soon(loop)
 
         return subscribe
 
@@ -67,11 +76,16 @@ class Coroutines:
             if self._loop is None and self._spare:
                 self._loop = self._spare.pop()
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._loops.append(self._loop)
-                threading.Thread(
-                    target=_run, args=(self._loop,), name="telegrad-coroutines", daemon=True
-                ).start()
+                loop = asyncio.new_event_loop()
+                try:
+                    threading.Thread(
+                        target=_run, args=(loop,), name="telegrad-coroutines", daemon=True
+                    ).start()
+                except RuntimeError:
+                    loop.close()
+                    raise
+                self._loop = loop
+                self._loops.append(loop)
             return self._loop
 
     def run_here(self) -> bool:
@@ -97,7 +111,9 @@ class Coroutines:
             self._loop = None
         # The loop gets to this when the blocking call has ended.
         running.call_soon(self._came_back, running)
-        self._move_waiting()
+        # If no thread can be had, those that wait begin when this loop comes back.
+        with contextlib.suppress(RuntimeError):
+            self._move_waiting()
 
     def _move_waiting(self) -> None:
         if self._waiting:
@@ -105,8 +121,10 @@ class Coroutines:
 
     def _came_back(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            if loop in self._loops and loop is not self._loop:
-                self._spare.append(loop)
+            if loop not in self._loops or loop is self._loop:
+                return
+            self._spare.append(loop)
+        self._move_waiting()
 
     def close(self) -> None:
         with self._lock:

@@ -37,8 +37,8 @@ def describe_error(worker: str, error: BaseException, trust: Trust) -> dict[str,
     return {
         "worker": worker,
         "type": f"{kind.__module__}.{kind.__qualname__}",
-        "message": _words_of(error),
-        "traceback": _traceback_of(error),
+        "message": words_of(error),
+        "traceback": traceback_of(error),
         "forms": _forms_of(error, trust),
     }
 
@@ -65,7 +65,7 @@ def told_error(value: Any) -> dict[str, Any]:
 def rebuild_error(data: dict[str, Any], trust: Trust) -> Exception:
     rebuilt = (_rebuilt(form, trust) for form in data["forms"][:2])
     errors = [error for error in rebuilt if error is not None]
-    fitting = (error for error in errors if _words_of(error) == data["message"])
+    fitting = (error for error in errors if words_of(error) == data["message"])
     error = next(fitting, errors[0] if errors else None)
     if error is None:
         error = RemoteError(
@@ -76,14 +76,14 @@ def rebuild_error(data: dict[str, Any], trust: Trust) -> Exception:
     return error
 
 
-def _words_of(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException:
         return UNREADABLE
 
 
-def _traceback_of(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
     except BaseException:
@@ -92,7 +92,7 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _forms_of(error: BaseException, trust: Trust) -> list[Form]:
-    if _words_of(error) == UNREADABLE:
+    if words_of(error) == UNREADABLE:
         # Whoever printed it would fail too.
         return []
     whole = _form(error, trust)

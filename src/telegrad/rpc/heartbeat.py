@@ -80,6 +80,8 @@ class Heartbeat:
                 except BlockingIOError:
                     break
                 except OSError:
+                    if asking.fileno() < 0:
+                        return  # This worker leaves.
                     continue  # an earlier question found nobody there
                 self._hear(data)
 

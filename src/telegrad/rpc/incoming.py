@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from telegrad.rpc.cargo import weigh_arrived
 from telegrad.rpc.members import Member
 from telegrad.rpc.node import Reply, report_background_error
-from telegrad.rpc.watch import READABLE
+from telegrad.rpc.watch import READABLE, TICK
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.link import Link, LinkBroken, LinkClosed
@@ -124,7 +124,11 @@ class Incoming:
                 with self.agent.silence:
                     self._leader = None
                     self.agent.silence.notify_all()
-                self.agent.incoming_broke(self, str(error))
+                if self.link.broken:
+                    self.agent.incoming_broke(self, str(error))
+                else:
+                    # Mended before we gave up leading: who mended it found a leader.
+                    self.start()
                 return
             except CodecError as error:
                 self._leader = None
@@ -285,7 +289,8 @@ class Incoming:
             if self.link.has_bytes():
                 return False
             self._leader = None
-        self.agent.watch.register(self._descriptor, self._noticed, READABLE)
+            # In the same step: who finds that nobody leads may have the watch forget it again.
+            self.agent.watch.register(self._descriptor, self._noticed, READABLE)
         return True
 
     def _noticed(self, events: int) -> None:
@@ -322,13 +327,27 @@ class Incoming:
     def await_silence(self) -> None:
         """The caller comes back over a new connection: give the old one up, if we had not yet.
 
-        A leader that runs a request is silent too: it comes back to whatever stream is there then.
+        A leader that runs a request might come back to the link while that is mended. It is not
+        waited for: it leads no longer.
         """
         self.link.mark_broken()
+        until = time.monotonic() + PATIENCE
         with self.agent.silence:
-            self.agent.silence.wait_for(
-                lambda: self._leader is None or self._turn & 1 or self.gone, PATIENCE
-            )
+            # Nobody tells when a request begins.
+            while not self._is_silent() and time.monotonic() < until:
+                self.agent.silence.wait(TICK)
+        # While the stream that broke still has its number: another may have it soon.
+        self.agent.watch.forget(self._descriptor)
+
+    def _is_silent(self) -> bool:
+        with self._lock:
+            if self._leader is not None and self._turn & 1:
+                self._leader = None
+                self._turn += 1
+                self._aside.add(1)
+                # Nobody else may notice that the caller does not come after all.
+                self.agent.await_return(self, self.link.stream, "the connection broke")
+            return self._leader is None or self.gone
 
     def resumed(self) -> None:
         self.link.stream.set_receive_timeout(IDLE_TIMEOUT)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from telegrad.rpc.agreement import Verdict, judge
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.errors import TelegradError, in_few_words
+from telegrad.rpc.errors import in_few_words
 from telegrad.rpc.heartbeat import Heartbeat, is_asked
 from telegrad.rpc.meeting import PULSE_KEY
 from telegrad.rpc.members import Member
@@ -195,7 +195,9 @@ class Lookout:
     def _says_yes(self, pending: Pending) -> bool:
         try:
             return self._node.wait(pending) is True
-        except TelegradError:
+        except Exception:
+            # Whatever went wrong there: without a verdict, nothing would end that waits for the
+            # one that is silent.
             return False
 
     def _told_to_expel(self, sender: int, payload: object) -> None:

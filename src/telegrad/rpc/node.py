@@ -180,6 +180,7 @@ class Node:
         self.around_calls: Callable[[int], AbstractContextManager[None]] | None = None
         """What a layer above does around calls of a worker that belong to no scope."""
         self._lost_callbacks: list[Callable[[int, str], object]] = []
+        self._closed_callbacks: list[Callable[[], object]] = []
         self._unread_callbacks: list[Callable[[int, bytes, str], object]] = []
         self._lost: dict[int, str] = {}
         self.coroutines = Coroutines()
@@ -365,6 +366,10 @@ class Node:
 
     def on_lost(self, callback: Callable[[int, str], object]) -> None:
         self._lost_callbacks.append(callback)
+
+    def on_closed(self, callback: Callable[[], object]) -> None:
+        """Whoever waits here for something but a call is to be let go: this worker leaves."""
+        self._closed_callbacks.append(callback)
 
     def on_unread(self, callback: Callable[[int, bytes, str], object]) -> None:
         """`callback(sender, note, reason)`: a post of that worker was refused before anyone saw
@@ -642,6 +647,11 @@ class Node:
         cut = self.calls.fail(
             None, JobClosed(f"Worker {self.info.name!r} shut down before the answer came.")
         )
+        for callback in self._closed_callbacks:
+            try:
+                callback()
+            except Exception:
+                report_background_error("the end of what waits here")
         self.coroutines.close()
         return cut
 

@@ -45,6 +45,7 @@ from telegrad.wire.link import Link, LinkBroken, LinkClosed
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
+    from telegrad.rpc.meeting import Visit
 
 RECEIVE_TIMEOUT = 0.05
 MAX_CALLS_IN_FLIGHT = 8192
@@ -353,7 +354,10 @@ class Outgoing:
 
     def _noticed(self, events: int) -> None:
         self._armed = False
-        if not self.gone:
+        if self.gone:
+            # It ended while it was being mended: the watch must not keep its descriptor open.
+            self.agent.watch.forget(self._descriptor)
+        else:
             self.agent.threads.run(self._read_for_others)
 
     def _read_for_others(self) -> None:
@@ -481,8 +485,11 @@ class Outgoing:
 
     # Breaking and ending.
 
-    def resumed(self) -> None:
+    def resume(self, visit: Visit) -> None:
+        """Go on over a new connection."""
+        # While the stream that broke still has its number: another may have it soon.
         self.agent.watch.forget(self._descriptor)
+        self.link.resume(visit.stream, visit.peer_has_seen, visit.group, visit.name)
         self._adopt_stream()
         self._armed = False
 

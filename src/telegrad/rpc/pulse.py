@@ -84,8 +84,11 @@ def look_at(pid: int, born: int) -> Condition:
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return Condition.GONE
+    except OSError:
+        # The system has no room to look. Its child is still asked, so it is there.
+        return Condition.RUNS
     if fields[0] in "ZXx" or int(fields[19]) != born:
         return Condition.GONE
     return Condition.STOPPED if fields[0] in "Tt" else Condition.RUNS

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
+from telegrad.rpc.arguments import check_bound
 from telegrad.rpc.calls import Pending, without_frames
 from telegrad.rpc.errors import (
     CallTimeout,
@@ -130,6 +131,7 @@ class RRef(Generic[T]):
         self._check_usable("to_here()")
         if self.is_owner():
             limit = self._node.timeout if timeout is None else timeout
+            check_bound("timeout", limit)
             value: T = self._node.values.value(self._reference, limit)
             return value
         return self._node.wait(begin_fetch(self, timeout))  # type: ignore[no-any-return]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -57,6 +59,10 @@ class Threads:
 
     A limit would be a pool that nested calls could exhaust. What bounds the number of threads is
     the number of calls in flight, and callers are bounded in that.
+
+    The system may have a limit, though. Who gives work away has as a rule given up a role with it,
+    and cannot take it back: so work for which no thread can be had is not refused. It waits until
+    one is done with other work, or until `retry` finds that there can be one.
     """
 
     KEPT = 64
@@ -64,6 +70,10 @@ class Threads:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._parked: list[_Parked] = []
+        self._waiting: deque[Callable[[], object]] = deque()
+        self.nudge: Callable[[], object] = _nobody_retries
+        """Told that work waits for a thread: `retry` is to be called now and then."""
+        self._said = False
         self._closed = False
         self._busy = 0
         self._rest = threading.Condition(self._lock)
@@ -73,16 +83,56 @@ class Threads:
         with self._lock:
             self._busy += 1
             parked = self._parked.pop() if self._parked else None
-        if parked is None:
-            # A thread keeps its arguments for as long as it lives: they must not hold the work.
-            parked = _Parked()
+        if not self._begin(work, parked):
+            with self._lock:
+                self._waiting.append(work)
+            self.nudge()
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def retry(self) -> None:
+        """Have threads do what waits for one, as far as there are any."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                work = self._waiting.popleft()
+                parked = self._parked.pop() if self._parked else None
+            if not self._begin(work, parked):
+                with self._lock:
+                    self._waiting.appendleft(work)
+                return
+
+    def _begin(self, work: Callable[[], object], parked: _Parked | None) -> bool:
+        """Have a thread work, a new one if none is parked. Whether there is one."""
+        if parked is not None:
             parked.work = work
+            parked.latch.release()
+            return True
+        # A thread keeps its arguments for as long as it lives: they must not hold the work.
+        parked = _Parked()
+        parked.work = work
+        try:
             threading.Thread(
                 target=self._live, args=(parked,), name="telegrad", daemon=True
             ).start()
-        else:
-            parked.work = work
-            parked.latch.release()
+        except (RuntimeError, MemoryError) as error:
+            self._say_once(error)
+            return False
+        return True
+
+    def _say_once(self, error: BaseException) -> None:
+        """Others only see that this worker does not answer."""
+        if not self._said:
+            self._said = True
+            print(
+                f"telegrad: this process gets no more threads ({error}): it has "
+                f"{threading.active_count()}, and what needs another waits. Raise the limit on "
+                "processes (ulimit -u, or pids.max of its cgroup), or make fewer calls at a time",
+                file=sys.stderr,
+            )
 
     def _live(self, parked: _Parked) -> None:
         work, parked.work = parked.work, None
@@ -93,6 +143,9 @@ class Threads:
                 work = None
                 self._done()
             with self._lock:
+                if self._waiting:
+                    work = self._waiting.popleft()
+                    continue
                 if self._closed or len(self._parked) >= self.KEPT:
                     return
                 self._parked.append(parked)
@@ -116,6 +169,10 @@ class Threads:
             parked, self._parked = self._parked, []
         for each in parked:
             each.latch.release()
+
+
+def _nobody_retries() -> None:
+    """What waits for a thread gets the next that is done with its work."""
 
 
 _PATIENCE_AT_EXIT = 2.0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 from telegrad.rpc.calls import Pending, afresh
 from telegrad.rpc.errors import (
     CallTimeout,
+    JobClosed,
     ReferenceLost,
     Refused,
     RemoteTraceback,
     TelegradError,
     WorkerLost,
 )
+from telegrad.rpc.failures import traceback_of
 from telegrad.rpc.methods import FETCH, fetch_parcel
 from telegrad.rpc.reference_mail import Lane, Mail
 from telegrad.rpc.reference_messages import (
@@ -104,6 +105,7 @@ class Values:
         self._actions: deque[Action] = deque()
         self._acting = False
         self._mail = Mail(node, self._changed, self._receive)
+        node.on_closed(self._close)
         self._deaths: deque[Handle] = deque()
         self._journey = _Journey()
 
@@ -308,6 +310,11 @@ class Values:
         promise_ends = now() + self.patience_with_promise
         with self._guard:
             while (state := self._core.state(reference)) in (State.PENDING, State.PROMISED):
+                if self._node.closed:
+                    raise JobClosed(
+                        f"Worker {self._node.info.name!r} shut down before the value of "
+                        f"{reference} was there."
+                    )
                 until = deadline if state is State.PENDING else min(deadline, promise_ends)
                 remaining = until - now()
                 if remaining <= 0 and until == deadline:
@@ -319,6 +326,10 @@ class Values:
         if error is not None:
             raise error
         return value
+
+    def _close(self) -> None:
+        with self._guard:
+            self._changed.notify_all()
 
     def find(self, reference: ReferenceId) -> tuple[bool, object, BaseException | None]:
         """Whether an owned value need not be waited for; then the value, or what went wrong."""
@@ -470,7 +481,7 @@ class Values:
 def _kept(worker: str, error: BaseException) -> BaseException:
     """An error as it is stored: with the text of its traceback instead of the frames."""
     kept = afresh(error)
-    kept.__cause__ = RemoteTraceback(worker, "".join(traceback.format_exception(error)))
+    kept.__cause__ = RemoteTraceback(worker, traceback_of(error))
     return kept
 
 

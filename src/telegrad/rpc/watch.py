@@ -128,6 +128,9 @@ class Watch:
                 # Without this thread nothing would be noticed any more: no end, no deadline.
                 report_background_error("the watch")
                 time.sleep(PAUSE_AFTER_ERROR)
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._epoll.close()
         os.close(self._wake)
 
@@ -180,6 +183,10 @@ class Watch:
 
     def close(self) -> None:
         self._closed = True
+        if self._thread.ident is None:
+            # There was no thread for it.
+            self._let_go()
+            return
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread and self._thread.is_alive():

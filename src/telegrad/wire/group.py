@@ -296,9 +296,13 @@ def form_group(backend: str, wire: Wire, rank: int, host: str) -> TensorGroup | 
     except (RuntimeError, ValueError) as error:
         if meeting.broken is not None:
             raise meeting.broken from error
-    if meeting.agree(group is not None):
+    if not meeting.agree(group is not None):
+        return None
+    try:
         return TensorGroup(group, 1 - rank, _device_of(backend))
-    return None
+    except RuntimeError as error:
+        # No thread can be had for it. The other end hears of it as the connection ends.
+        raise GroupFailed(str(error)) from None
 
 
 def _device_of(backend: str) -> torch.device:

@@ -252,8 +252,9 @@ class Lane:
     # Ending.
 
     def _break(self) -> None:
+        broke = self._broke
         self.close()
-        self._broke()
+        broke()
 
     def close(self) -> None:
         """Give the lane up; who waits for it comes back. Any thread may, more than once.
@@ -266,5 +267,11 @@ class Lane:
             self._closed = True
             arrivals, self._to_come = self._to_come, deque()
             self._changed.notify_all()
+        # It knows the link, and that the lane: in a circle the descriptor stays until a collection.
+        self._broke = _nothing_breaks
         for arrival in arrivals:
             arrival.end(failed=True)
+
+
+def _nothing_breaks() -> None:
+    """The connection has been given up, or will be by who closed its lane."""

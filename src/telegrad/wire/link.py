@@ -67,13 +67,14 @@ class Link(Sending, Receiving):
             self.name = name
             self._group = group
             self._lane = None
-            self.broken = False
             self._start = self._end = 0
             self._large = self._arriving = None
             self._queue = []
             for frame in kept:
                 self._queue += (frame,) if isinstance(frame, bytes) else frame.parts
             self._queued_bytes = sum(map(size_of, self._queue))
+            # Last: a reader that finds the link whole reads at once.
+            self.broken = False
         self.nudge()
 
     def close(self) -> None:

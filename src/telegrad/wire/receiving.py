@@ -54,43 +54,51 @@ class Receiving(Outbox):
 
     def receive(self) -> Frame | None:
         """The next frame; None if the stream's receive timeout passed first."""
-        while True:
-            if self._large is not None:
-                if not self._fill_large(self._large):
-                    return None
-                rows = self._large.header[3]
-                if self._group is not None and not self._carried_is_here(self._large.head, rows):
-                    return None
-                large, self._large = self._large, None
-                frame = self._finish_large(large)
-                if frame is not None:
-                    return frame
-                continue
-            have = self._end - self._start
-            need = HEADER_SIZE
-            if have >= HEADER_SIZE:
-                header = HEADER.unpack_from(self._window, self._start)
-                kind, _, note_length, rows, freed, meta_length, total, _, _, _ = header
-                known = ROW * rows + SLOT * freed + note_length + meta_length
-                if not (known <= total <= self._unsuspicious and kind in KINDS):
-                    check_header(kind, rows, freed, note_length, meta_length, total, self._limits)
-                if total > SMALL_FRAME:
-                    self._start += HEADER_SIZE
-                    head = bytearray(ROW * rows + SLOT * freed + note_length + meta_length)
-                    self._large = Incoming(header, head, deque([memoryview(head)]))
-                    continue
-                need = HEADER_SIZE + total
-                if have >= need:
-                    if self._group is not None and rows:
-                        table = self._window[self._start + HEADER_SIZE :]
-                        if not self._carried_is_here(table, rows):
-                            return None
-                    frame = self._take_small(header)
+        try:
+            while True:
+                if self._large is not None:
+                    if not self._fill_large(self._large):
+                        return None
+                    rows = self._large.header[3]
+                    if self._group is not None and not self._carried_is_here(
+                        self._large.head, rows
+                    ):
+                        return None
+                    large, self._large = self._large, None
+                    frame = self._finish_large(large)
                     if frame is not None:
                         return frame
                     continue
-            if not self._fill(need):
-                return None
+                have = self._end - self._start
+                need = HEADER_SIZE
+                if have >= HEADER_SIZE:
+                    header = HEADER.unpack_from(self._window, self._start)
+                    kind, _, note_length, rows, freed, meta_length, total, _, _, _ = header
+                    known = ROW * rows + SLOT * freed + note_length + meta_length
+                    if not (known <= total <= self._unsuspicious and kind in KINDS):
+                        check_header(
+                            kind, rows, freed, note_length, meta_length, total, self._limits
+                        )
+                    if total > SMALL_FRAME:
+                        self._start += HEADER_SIZE
+                        head = bytearray(ROW * rows + SLOT * freed + note_length + meta_length)
+                        self._large = Incoming(header, head, deque([memoryview(head)]))
+                        continue
+                    need = HEADER_SIZE + total
+                    if have >= need:
+                        if self._group is not None and rows:
+                            table = self._window[self._start + HEADER_SIZE :]
+                            if not self._carried_is_here(table, rows):
+                                return None
+                        frame = self._take_small(header)
+                        if frame is not None:
+                            return frame
+                        continue
+                if not self._fill(need):
+                    return None
+        except MemoryError:
+            # A part of it may be gone from the stream: nobody could read on.
+            raise CodecError("there is no memory for a frame") from None
 
     def has_frame(self) -> bool:
         """Whether a whole small frame has been read already, and nothing of it is waited for."""
@@ -227,6 +235,8 @@ class Receiving(Outbox):
             if not arrival.wait(CARRIED_TIMEOUT):
                 return False
             if arrival.failed:
+                # The lane says so only after it has let go of who waits for it.
+                self.mark_broken()
                 raise LinkBroken("the connection broke: its second half did")
         return True
 

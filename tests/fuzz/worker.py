@@ -17,7 +17,8 @@ import torch
 import telegrad
 from telegrad.rpc.limits import Limits
 from telegrad.rpc.members import Member, Members
-from telegrad.rpc.node import Node, Reply, set_thread_node
+from telegrad.rpc.node import Node, set_thread_node
+from telegrad.rpc.transport import Reply
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Trust
 from telegrad.wire.frames import Frame, Kind

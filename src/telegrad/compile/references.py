@@ -17,7 +17,7 @@ from telegrad.compile.calls import record_of
 from telegrad.compile.handles import MadeRRef
 from telegrad.compile.tracing import constant_of_graph
 from telegrad.rpc.errors import TelegradError
-from telegrad.rpc.node import Passage
+from telegrad.rpc.passage import Passage
 from telegrad.rpc.reference_messages import ForkId, Handle, ReferenceId
 from telegrad.rpc.rref import RRef
 from telegrad.wire.names import EXTENSIONS, Extension

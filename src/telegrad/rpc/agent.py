@@ -21,6 +21,7 @@ from typing import Any
 from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.closing import IT_IS_OVER
 from telegrad.rpc.errors import NoRoom, TelegradError, WorkerLost
+from telegrad.rpc.failures import report_background_error
 from telegrad.rpc.futures import runs_callbacks
 from telegrad.rpc.incoming import Aside, Incoming
 from telegrad.rpc.lookout import Lookout
@@ -35,11 +36,12 @@ from telegrad.rpc.meeting import (
     meet,
 )
 from telegrad.rpc.members import Member
-from telegrad.rpc.node import Node, Reply, report_background_error
+from telegrad.rpc.node import Node
 from telegrad.rpc.outgoing import Outgoing
 from telegrad.rpc.room import is_lack, no_room
 from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
+from telegrad.rpc.transport import Reply
 from telegrad.rpc.visitors import Visitors
 from telegrad.rpc.vitals import Vital
 from telegrad.rpc.watch import QUICK_TICK, TICK, Watch

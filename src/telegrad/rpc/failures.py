@@ -14,7 +14,9 @@ If neither can be had, or in a job that takes data only, a `RemoteError` has the
 
 from __future__ import annotations
 
+import sys
 import traceback
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -170,3 +172,17 @@ def put_together(kind: type[Exception], args: tuple[Any, ...], state: dict[str, 
     built_in.__init__(error, *args)
     BaseException.__setstate__(error, state)
     return error
+
+
+def _print_error(where: str) -> None:
+    print(f"telegrad: an error in {where}:", file=sys.stderr)
+    traceback.print_exc()
+
+
+tell_background_error: Callable[[str], None] = _print_error
+"""Where errors go that no caller waits for. The simulator has another place for them."""
+
+
+def report_background_error(where: str) -> None:
+    """Tell of the error that is being handled, which no caller waits for: it must not vanish."""
+    tell_background_error(where)

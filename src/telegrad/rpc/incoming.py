@@ -22,8 +22,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.cargo import weigh_arrived
+from telegrad.rpc.failures import report_background_error
 from telegrad.rpc.members import Member
-from telegrad.rpc.node import Reply, report_background_error
+from telegrad.rpc.transport import Reply
 from telegrad.rpc.watch import READABLE, TICK
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import Frame, Kind

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from telegrad.rpc.agreement import Verdict, judge
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import in_few_words
+from telegrad.rpc.failures import report_background_error
 from telegrad.rpc.heartbeat import Heartbeat, is_asked
 from telegrad.rpc.meeting import PULSE_KEY
 from telegrad.rpc.members import Member
-from telegrad.rpc.node import report_background_error
 from telegrad.rpc.silence import GiveUp
 from telegrad.rpc.vitals import Vital
 from telegrad.rpc.worker import is_worker_id

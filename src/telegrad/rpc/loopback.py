@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.node import Reply
+from telegrad.rpc.transport import Reply
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.interrupts import await_latch

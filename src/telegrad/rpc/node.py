@@ -11,18 +11,15 @@ being made is ready; or, for posts, without an answer.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
-import traceback
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from telegrad.rpc.calls import Calls, Late, Pending, afresh, describe_target, without_frames
+from telegrad.rpc.calls import Calls, Late, Pending, afresh, without_frames
 from telegrad.rpc.closing import CLOSING
 from telegrad.rpc.coroutines import Coroutines
 from telegrad.rpc.crossing import Crossing, NoCrossing, Scope
@@ -34,14 +31,24 @@ from telegrad.rpc.errors import (
     TelegradError,
     WorkerLost,
 )
-from telegrad.rpc.failures import describe_error, in_brief, rebuild_error, told_error
+from telegrad.rpc.failures import (
+    describe_error,
+    in_brief,
+    rebuild_error,
+    report_background_error,
+    told_error,
+)
 from telegrad.rpc.limits import Ledger, Limits, default_limits
 from telegrad.rpc.members import Members
-from telegrad.rpc.methods import CREATE_BY_METHOD, METHOD
+from telegrad.rpc.methods import CREATE_BY_METHOD
+from telegrad.rpc.passage import Passages
 from telegrad.rpc.results import Later, as_result
 from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.tally import Tally
+from telegrad.rpc.transport import Reply, Transport
 from telegrad.rpc.value_requests import ValueRequests
 from telegrad.rpc.values import Values
+from telegrad.rpc.wording import of_call, of_result
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed, Trust, is_exported, pack, unpack
 from telegrad.wire.errors import CodecError, Unpackable
@@ -50,98 +57,6 @@ from telegrad.wire.parcel import Parcel
 
 DEFAULT_TIMEOUT = 60.0
 LIVENESS = 5.0
-
-
-class Tally:
-    """Numbers, one per worker, that many threads count up."""
-
-    __slots__ = ("_counts", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[int, int] = {}
-
-    def add(self, worker: int, count: int = 1) -> None:
-        with self._lock:
-            self._counts[worker] = self._counts.get(worker, 0) + count
-
-    def forget(self, worker: int) -> None:
-        with self._lock:
-            self._counts.pop(worker, None)
-
-    def total(self, without: Container[int]) -> int:
-        with self._lock:
-            return sum(count for worker, count in self._counts.items() if worker not in without)
-
-
-@dataclass(slots=True)
-class Reply:
-    """What goes back for a request."""
-
-    kind: Kind
-    packed: Packed
-    note: bytes = b""
-    may_wait: bool = False
-    """For a moment, so as to leave with the next message: nobody waits for it."""
-
-
-class Passage:
-    """To or from whom a message goes; what codec extensions are told."""
-
-    __slots__ = ("node", "worker")
-
-    def __init__(self, node: Node, worker: int) -> None:
-        self.node = node
-        self.worker = worker
-
-
-class _Passages(dict[int, Passage]):
-    """By worker, made when they are first asked for."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def __missing__(self, worker: int) -> Passage:
-        return self.setdefault(worker, Passage(self._node, worker))
-
-
-class Transport(Protocol):
-    """How frames leave, and how a thread waits for one."""
-
-    def call(self, pending: Pending, packed: Packed, note: bytes) -> None: ...
-    def reply(self, to: int, call_id: int, reply: Reply) -> None: ...
-    def post(self, to: int, packed: Packed, note: bytes) -> None: ...
-    def wait(self, pending: Pending, until: float = math.inf) -> None:
-        """Until the call is settled, or `until`. Its deadline settles a call."""
-        ...
-
-    def attend(self, pending: Pending) -> None:
-        """Nobody may wait for this call: see to it that it is completed all the same."""
-        ...
-
-    def starting(self, function: object) -> None:
-        """The calling thread is about to run a user function for a request."""
-        ...
-
-    def blocking(self) -> None:
-        """The calling thread is about to wait for something that other requests may bring."""
-        ...
-
-    def knows(self, worker: int) -> bool:
-        """Whether a message to that worker can leave without its being met first."""
-        ...
-
-    def nudge(self) -> None:
-        """`Node.values` has deaths to bury: call `bury` soon. Safe in a garbage collection."""
-        ...
-
-    def lose(self, worker: int, reason: str) -> None:
-        """Be done with a worker."""
-        ...
-
-    def told_of_loss(self, sender: int, worker: int) -> None:
-        """One worker says that another is gone: be done with it, or with who says so."""
-        ...
 
 
 class Node:
@@ -174,7 +89,7 @@ class Node:
         self.services: dict[str, Any] = {}
         self.transport: Transport
         self.closed = False
-        self.passages = _Passages(self)
+        self.passages = Passages(self)
         self._topics: dict[str, Callable[[int, Any], object]] = {}
         self._operations: dict[str, Callable[..., object]] = {}
         self.around_calls: Callable[[int], AbstractContextManager[None]] | None = None
@@ -253,7 +168,7 @@ class Node:
         try:
             packed, note = self._prepare(request, worker, scope)
         except Unpackable as problem:
-            raise _of_call(problem, request, to.name) from problem.__cause__
+            raise of_call(problem, request, to.name) from problem.__cause__
         pending = self.calls.begin(to, target, timeout, self.runtime.now())
         pending.carried = self.values.packed()
         pending.note = note
@@ -543,7 +458,7 @@ class Node:
         try:
             packed, note = self._prepare(value, to, scope)
         except Unpackable as problem:
-            raise _of_result(problem, target, self.info.name) from problem.__cause__
+            raise of_result(problem, target, self.info.name) from problem.__cause__
         self.values.packed()
         return Reply(Kind.REPLY, packed, note)
 
@@ -654,47 +569,6 @@ class Node:
                 report_background_error("the end of what waits here")
         self.coroutines.close()
         return cut
-
-
-def _of_call(problem: Unpackable, request: tuple[Any, ...], to: str) -> Unpackable:
-    """The same problem in the caller's words: of the function, `args` or `kwargs` of a call."""
-    target, prefix, first = request[0], "value", 0
-    if type(request) is Parcel:
-        if target not in (METHOD, CREATE_BY_METHOD):
-            return problem
-        path = problem.path.replace("value.tensors", "args", 1)
-        return problem.saying(path, f" for the call of a method on worker {to!r}")
-    if type(target) is str:
-        if target not in ("create", "fill", "invoke"):
-            return problem
-        # The operation's arguments are a reference, and what the user gave.
-        target, prefix, first = request[1][1], "value[1]", 1
-    path = "the arguments" if problem.path == "value" else "a part of func, args or kwargs"
-    for number, name in enumerate(("func", "args", "kwargs"), first):
-        place = f"{prefix}[{number}]"
-        if problem.path.startswith(place):
-            path = name + problem.path.removeprefix(place)
-    return problem.saying(path, f" for the call of {describe_target(target)} on worker {to!r}")
-
-
-def _of_result(problem: Unpackable, target: object, worker: str) -> Unpackable:
-    """The same problem in the callee's words: of the result of a call."""
-    path = problem.path.replace("value", "result", 1)
-    if target == "fetch":
-        whose = "the value of a reference"
-    elif type(target) is str:
-        whose = "the result of a method"
-    else:
-        whose = f"the result of {describe_target(target)}"
-    return problem.saying(path, f" in {whose} on worker {worker!r}")
-
-
-def report_background_error(where: str) -> None:
-    """Print an error that no caller waits for; it must not vanish."""
-    import sys
-
-    print(f"telegrad: an error in {where}:", file=sys.stderr)
-    traceback.print_exc()
 
 
 # The node of this process, or of the calling thread under the simulator.

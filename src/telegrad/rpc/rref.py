@@ -20,8 +20,9 @@ from telegrad.rpc.errors import (
 )
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.methods import call_parcel
-from telegrad.rpc.node import Node, Passage, current_node
+from telegrad.rpc.node import Node, current_node
 from telegrad.rpc.outside import refuse_in_graph
+from telegrad.rpc.passage import Passage
 from telegrad.rpc.reference_messages import (
     ForkId,
     Handle,

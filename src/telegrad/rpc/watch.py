@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from telegrad.rpc.node import report_background_error
+from telegrad.rpc.failures import report_background_error
 
 TICK = 0.004
 """Seconds between two looks while something runs. Each look takes the interpreter from whoever

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from telegrad.rpc import node as rpc_node
+from telegrad.rpc import failures
 from telegrad.rpc.members import Member, Members
 from telegrad.rpc.node import DEFAULT_TIMEOUT
 from telegrad.rpc.worker import WorkerInfo
@@ -404,7 +404,7 @@ def _errors_reported_to(job: _Job) -> Iterator[None]:
     """An error that no caller waits for fails the run instead of being printed."""
     import sys
 
-    printing = rpc_node.report_background_error
+    printing = failures.tell_background_error
 
     def report(where: str) -> None:
         error = sys.exc_info()[1]
@@ -412,8 +412,8 @@ def _errors_reported_to(job: _Job) -> Iterator[None]:
         error.add_note(f"In {where}; no caller waits for it.")
         job.scheduler.fail(error)
 
-    rpc_node.report_background_error = report
+    failures.tell_background_error = report
     try:
         yield
     finally:
-        rpc_node.report_background_error = printing
+        failures.tell_background_error = printing

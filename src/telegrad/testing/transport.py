@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from telegrad.rpc.calls import Pending, describe_target
 from telegrad.rpc.crossing import Scope
-from telegrad.rpc.node import Node, Reply
+from telegrad.rpc.node import Node
+from telegrad.rpc.transport import Reply
 from telegrad.testing.network import End, Network, Port
 from telegrad.testing.scheduler import Activity, Place, Scheduler, current_activity
 from telegrad.wire.codec import Packed

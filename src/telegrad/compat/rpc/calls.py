@@ -22,7 +22,8 @@ from telegrad.compat import stock
 from telegrad.compat.rpc.failures import as_runtime_error
 from telegrad.rpc.calls import describe_target
 from telegrad.rpc.functions import is_async_execution
-from telegrad.rpc.node import Passage, current_node
+from telegrad.rpc.node import current_node
+from telegrad.rpc.passage import Passage
 from telegrad.wire.codec import CodecError, Trust, extend
 from telegrad.wire.errors import Refusal
 from telegrad.wire.names import name_of, object_named

@@ -12,7 +12,8 @@ from telegrad.compat.rpc.calls import Udf
 from telegrad.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.futures import begin_async
-from telegrad.rpc.node import Node, Passage
+from telegrad.rpc.node import Node
+from telegrad.rpc.passage import Passage
 from telegrad.rpc.reference_messages import ForkId, ReferenceId, Transfer
 from telegrad.rpc.rref import RRef as NativeRRef
 from telegrad.rpc.rref import call_method, remote_reference

@@ -35,6 +35,10 @@ class Blocked(Exception):
 
 
 class _Condition(threading.Condition):
+    @property
+    def guard(self) -> _Condition:
+        return self
+
     def wait(self, timeout: float | None = None) -> bool:
         raise Blocked
 

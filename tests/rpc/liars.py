@@ -35,6 +35,7 @@ from telegrad.rpc.node import current_node
 from telegrad.rpc.values import PATIENCE_WITH_PROMISE
 from telegrad.wire.frames import GROUP, HEADER, INLINE, Kind
 from telegrad.wire.link import Link
+from telegrad.wire.parcel import Parcel
 from tests.rpc import data_functions as functions
 from tests.rpc.fleet import Job, Nursery, join
 from tests.rpc.test_data_only import forbid_pickle, hostile_posts
@@ -233,7 +234,8 @@ def differentiate_twice(to: str) -> None:
 
 def post_what_is_hostile(to: str) -> None:
     node = current_node()
-    for topic, payload in hostile_posts():
+    for said in hostile_posts():
+        topic, payload = (said.topic, said) if isinstance(said, Parcel) else said
         with contextlib.suppress(Exception):
             node.post(node.members.find(to).id, topic, payload)
 

@@ -192,13 +192,22 @@ class Incoming:
                 # Before its caller hears of it, and may send the next one.
                 self._aside.add(-1)
                 is_counted = False
-            if reply.may_wait and leads and not self.link.has_unwritten:
-                self._unhurried_until = time.monotonic() + UNHURRIED
-            later = leads and (reply.may_wait or self.link.has_frame())
+            waits = self._lets_wait(reply)
+            later = leads and (waits or self.link.has_frame())
             self.reply(frame.call_id, reply, later)
         elif not self.link.has_frame():
             self._flush()
         return is_counted
+
+    def _lets_wait(self, reply: Reply) -> bool:
+        """Whether an answer may wait for company: so may all that wait to be written with it."""
+        if not reply.may_wait:
+            self._unhurried_until = 0.0
+            return False
+        now = time.monotonic()
+        if not self.link.has_unwritten:
+            self._unhurried_until = now + UNHURRIED
+        return now < self._unhurried_until
 
     def _weigh_and_serve(self, frame: Frame) -> Reply | None:
         """Serve a call of one who may not fill the memory here."""
@@ -298,7 +307,7 @@ class Incoming:
         self.start()
 
     def tick(self) -> bool:
-        """The watch looks in. Whether anything runs."""
+        """The watch looks in. Whether anything runs, or waits to be written."""
         turn = self._turn
         running = bool(turn & 1)
         # Before its function has begun a request is left alone for longer: requests begin in order.
@@ -309,7 +318,7 @@ class Incoming:
             if self._hand_over(self._leader, turn) and function is not None:
                 self.agent.slow_functions.was_slow(function)
         self._seen_turn = turn
-        return running
+        return running or self.link.has_unwritten
 
     def tidies(self, now: float) -> bool:
         """Whether something was left unwritten, and is written now."""

@@ -53,7 +53,7 @@ def job(nursery: Nursery) -> Iterator[Job]:
 def send_raw(to: str, obj: Any, kind: int = Kind.CALL) -> str:
     """As a member without scruples: pack with code, send, and tell how the call ended."""
     node = current_node()
-    return send_meta(to, pack(obj, node.passage(node.members.find(to).id)).meta, kind)
+    return send_meta(to, pack(obj, node.passages[node.members.find(to).id]).meta, kind)
 
 
 def send_meta(to: str, meta: bytes, kind: int = Kind.CALL) -> str:

@@ -19,6 +19,7 @@ from telegrad.rpc.errors import (
     WorkerLost,
 )
 from telegrad.rpc.futures import CallFuture, begin_async
+from telegrad.rpc.loans import take_all
 from telegrad.rpc.methods import AT_LEISURE, call_parcel
 from telegrad.rpc.node import Node, Passage, current_node
 from telegrad.rpc.outside import refuse_in_graph
@@ -479,7 +480,7 @@ def call_method_of(
     """
     node = current_node()
     method = method_of(node, node.values.value(read_reference(reference)), name)
-    return as_result(node.coroutines, method, method(*args, **kwargs))
+    return as_result(node.coroutines, method, method(*take_all(args, node), **kwargs))
 
 
 def _leave(rref: RRef[Any], passage: Passage | None) -> object:

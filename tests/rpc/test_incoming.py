@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from telegrad import rpc
 from telegrad.rpc import agent as agent_module
@@ -233,6 +234,16 @@ def test_an_answer_does_not_wait_behind_one_that_may(callee: Callee, hurried: in
         came = callee.caller.receive()
         assert came is not None
         assert came.call_id == number
+
+
+def test_the_answer_to_a_call_that_brings_much_does_not_wait(callee: Callee) -> None:
+    """Its caller may have no room for more until then."""
+    callee.answer = lambda frame: Reply(Kind.REPLY, pack(None), may_wait=True)
+    callee.caller.stream.set_receive_timeout(10)
+    callee.incoming.start()
+    much = pack(torch.ones(200_000))  # Not so much that it is acknowledged at once.
+    callee.caller.send(Kind.CALL, 1, much.meta, much.buffers, b"", much.tensors)
+    assert callee.caller.receive() is not None
 
 
 def let_answers_wait_for_long() -> None:

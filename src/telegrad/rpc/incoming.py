@@ -37,6 +37,8 @@ TICKS_BEFORE_BEGUN = 12
 PATIENCE = 5.0
 UNHURRIED = 0.02
 """Seconds that an answer may wait for company for which nobody waits."""
+HEAVY = 1 << 19
+"""Bytes of a call for whose end its caller may wait after all, so as to have room for others."""
 FEW_ANSWERS = 64
 MOST_ANSWERS = 1 << 15
 MOST_ANSWER_BYTES = 1 << 30
@@ -192,16 +194,16 @@ class Incoming:
                 # Before its caller hears of it, and may send the next one.
                 self._aside.add(-1)
                 is_counted = False
-            waits = self._lets_wait(reply)
+            waits = self._lets_wait(reply, frame)
             later = leads and (waits or self.link.has_frame())
             self.reply(frame.call_id, reply, later)
         elif not self.link.has_frame():
             self._flush()
         return is_counted
 
-    def _lets_wait(self, reply: Reply) -> bool:
+    def _lets_wait(self, reply: Reply, frame: Frame) -> bool:
         """Whether an answer may wait for company: so may all that wait to be written with it."""
-        if not reply.may_wait:
+        if not reply.may_wait or weigh_arrived(frame) > HEAVY:
             self._unhurried_until = 0.0
             return False
         now = time.monotonic()

@@ -35,9 +35,9 @@ class Blocked(Exception):
 
 
 class _Condition(threading.Condition):
-    @property
-    def guard(self) -> _Condition:
-        return self
+    def __init__(self) -> None:
+        self.guard = threading.RLock()
+        super().__init__(self.guard)
 
     def wait(self, timeout: float | None = None) -> bool:
         raise Blocked
@@ -72,6 +72,9 @@ class _Transport:
     def attend(self, pending: Any) -> None: ...
     def starting(self, function: object) -> None: ...
     def blocking(self) -> None: ...
+    def knows(self, worker: int) -> bool:
+        return True
+
     def nudge(self) -> None: ...
     def lose(self, worker: int, reason: str) -> None:
         self._node.worker_lost(worker, reason)

@@ -51,6 +51,13 @@ class Wide(nn.Module):
         return self.weight * x if x.numel() == 1 else (self.weight * x).mean()
 
 
+class Sums(nn.Module):
+    """Takes any number of tensors."""
+
+    def forward(self, *terms: Tensor) -> Tensor:
+        return torch.stack(terms).sum(0)
+
+
 class GradModes(nn.Module):
     def forward(self, x: Tensor) -> tuple[bool, Tensor]:
         return torch.is_grad_enabled(), x * 2

@@ -63,6 +63,34 @@ def test_containers_and_lazy_values_inside_of_them_are_arguments() -> None:
     torch.testing.assert_close(found["product"], value)
 
 
+ARGUMENTS = {
+    "a tensor twice": lambda lazy, here: (here, here, lazy),
+    "a lazy value twice": lambda lazy, here: (lazy, here, lazy),
+    "a parameter": lambda lazy, here: (nn.Parameter(torch.ones(3, 2)), lazy, here),
+    "very many": lambda lazy, here: (*(torch.ones(3, 2) for _ in range(255)), lazy, here),
+}
+
+
+@pytest.mark.parametrize("worker", ["worker1", "worker2", "main"])
+@pytest.mark.parametrize("way", ["called", "lazy"])
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_modules_are_given_what_lazy_arguments_stand_for(kind: str, way: str, worker: str) -> None:
+    _, remote = pair()
+    sums = RemoteModule(worker, modules.Sums)
+    with autograd.context() as context_id:
+        here = torch.ones(3, 2, requires_grad=True)
+        lazy = remote.lazy(x())
+        given = ARGUMENTS[kind](lazy, here)
+        found = sums(*given) if way == "called" else sums.lazy(*given).to_here()
+        value = lazy.to_here()
+        expected = sum(value if each is lazy else each for each in given)
+        torch.testing.assert_close(found, expected)
+        autograd.backward(context_id, [found.sum()])
+        times = float(sum(each is here for each in given))
+        gradient = autograd.get_gradients(context_id)[here]
+        torch.testing.assert_close(gradient, torch.full((3, 2), times))
+
+
 @pytest.mark.parametrize("recording", [True, False])
 def test_grad_mode_of_the_caller_holds_on_the_worker(recording: bool) -> None:
     modes = RemoteModule("worker1", modules.GradModes)

@@ -70,6 +70,15 @@ def take_references(to: str, count: int) -> list[str]:
     return [attempt(take) for _ in range(count)]
 
 
+def test_references_that_go_at_once_are_told_of_within_the_limit_on_a_message(
+    make_parties: MakeJob,  # noqa: F811
+) -> None:
+    job = make_parties("a", "b", limits=rpc.Limits(metadata_bytes=1000))
+    assert len({*job["a"].do(take_references, "b", 100)}) == 1
+    job["a"].do(forget)
+    wait_until(job, "b", references, {})
+
+
 def make_values(to: str, count: int) -> list[str]:
     made = [rpc.remote(to, functions.Counter, args=(1,)) for _ in range(count)]
     kept.extend(made)

@@ -18,6 +18,7 @@ from telegrad.autograd.context import WORKER_SHIFT, working_in
 from telegrad.autograd.crossing import pack_note
 from telegrad.autograd.messages import Begin, Fail, Failure, History, Options, decode, encode
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.loans import Loan
 from telegrad.rpc.methods import call_parcel, fetch_parcel
 from telegrad.rpc.node import current_node
 from telegrad.rpc.reference_mail import MAX_EARLY, Inbox, in_one
@@ -218,6 +219,31 @@ def test_a_reference_that_comes_twice_is_refused_and_the_first_is_let_go(lasting
     assert "came a second time" in told
     lasting["b"].do(functions.drop_all)
     wait_until(lasting, "b", references, {})
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 64])
+def test_a_reference_of_which_nobody_could_be_told_is_refused(lasting: Job, number: int) -> None:
+    """Its holder would try for ever to register it, and all that is to be told after it waits."""
+    for transfer in [((A, A, number), (C, 9)), ((A, number, 7), (C, 9)), ((A, A, 7), (C, number))]:
+        told = lasting["c"].do(send_transfers, "b", [transfer])
+        assert "is named by" in told, told
+    wait_until(lasting, "b", references, {})
+
+
+def lend(to: str, owner: int) -> str:
+    """Have another fetch a value for a call of a method."""
+    value = rpc.RRef([1, 2, 3])
+    counter = call(to, functions.give_reference, 1)
+    kept.extend((value, counter))
+    loan = Loan((owner, *reference_of(value)[1:]))
+    return send_raw(to, call_parcel(counter._reference, "add", (loan,)))
+
+
+@pytest.mark.parametrize("owner", [A, B, C, 77])
+def test_nobody_has_a_worker_that_takes_data_only_fetch_values(lasting: Job, owner: int) -> None:
+    told = lasting["a"].do(lend, "b", owner)
+    assert "takes data only and fetches none for others" in told, told
+    lasting["a"].do(forget)
 
 
 def test_a_registration_for_one_that_is_fenced_leaves_no_promise() -> None:

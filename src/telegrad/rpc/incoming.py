@@ -38,6 +38,8 @@ TICKS_BEFORE_BEGUN = 12
 PATIENCE = 5.0
 UNHURRIED = 0.02
 """Seconds that an answer may wait for company for which nobody waits."""
+HEAVY = 1 << 19
+"""Bytes of a call for whose end its caller may wait after all, so as to have room for others."""
 FEW_ANSWERS = 64
 MOST_ANSWERS = 1 << 15
 MOST_ANSWER_BYTES = 1 << 30
@@ -193,13 +195,22 @@ class Incoming:
                 # Before its caller hears of it, and may send the next one.
                 self._aside.add(-1)
                 is_counted = False
-            if reply.may_wait and leads and not self.link.has_unwritten:
-                self._unhurried_until = time.monotonic() + UNHURRIED
-            later = leads and (reply.may_wait or self.link.has_frame())
+            waits = self._lets_wait(reply, frame)
+            later = leads and (waits or self.link.has_frame())
             self.reply(frame.call_id, reply, later)
         elif not self.link.has_frame():
             self._flush()
         return is_counted
+
+    def _lets_wait(self, reply: Reply, frame: Frame) -> bool:
+        """Whether an answer may wait for company: so may all that wait to be written with it."""
+        if not reply.may_wait or weigh_arrived(frame) > HEAVY:
+            self._unhurried_until = 0.0
+            return False
+        now = time.monotonic()
+        if not self.link.has_unwritten:
+            self._unhurried_until = now + UNHURRIED
+        return now < self._unhurried_until
 
     def _weigh_and_serve(self, frame: Frame) -> Reply | None:
         """Serve a call of one who may not fill the memory here."""
@@ -299,7 +310,7 @@ class Incoming:
         self.start()
 
     def tick(self) -> bool:
-        """The watch looks in. Whether anything runs."""
+        """The watch looks in. Whether anything runs, or waits to be written."""
         turn = self._turn
         running = bool(turn & 1)
         # Before its function has begun a request is left alone for longer: requests begin in order.
@@ -310,7 +321,7 @@ class Incoming:
             if self._hand_over(self._leader, turn) and function is not None:
                 self.agent.slow_functions.was_slow(function)
         self._seen_turn = turn
-        return running
+        return running or self.link.has_unwritten
 
     def tidies(self, now: float) -> bool:
         """Whether something was left unwritten, and is written now."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 TOPIC = "reference"
 MAX_EARLY = 1 << 16
 MOST_TOGETHER = 128
+BYTES_OF_ONE = 512
+"""More than nearly any message takes."""
 _NUMBER = struct.Struct("<Q")
 """Of the first message in a parcel."""
 
@@ -88,6 +90,8 @@ class Mail:
         self._changed = changed
         self._guard = changed.guard
         self._receive = receive
+        # What is within the limit one by one must be so together.
+        self._most_together = min(MOST_TOGETHER, node.limits.metadata_bytes // BYTES_OF_ONE) or 1
         self.lanes: dict[int, Lane] = {}
         self._inboxes: dict[int, Inbox] = {}
         node.on_post(TOPIC, self._received)
@@ -129,7 +133,7 @@ class Mail:
                         sending = lane.sending = False
                         self._changed.notify_all()
                         return
-                    leaving = list(islice(lane.messages, MOST_TOGETHER))
+                    leaving = list(islice(lane.messages, self._most_together))
                 self._node.post(to, TOPIC, in_one(lane.sent + 1, leaving))
                 with self._guard:
                     for _ in leaving:

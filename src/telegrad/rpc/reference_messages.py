@@ -102,16 +102,21 @@ Message = Register | Accepted | Unpin | Release | Fence | Fenced | Gone
 
 def read_reference(data: Any) -> ReferenceId:
     match data:
-        case (int(owner), int(created_on), int(number)):
+        case (int(owner), int(created_on), int(number)) if _can_be_told(*data):
             return ReferenceId(owner, created_on, number)
     raise ValueError("a reference is named by three numbers")
 
 
 def _fork(data: Any) -> ForkId:
     match data:
-        case (int(created_on), int(number)):
+        case (int(created_on), int(number)) if _can_be_told(*data):
             return ForkId(created_on, number)
     raise ValueError("a fork is named by two numbers")
+
+
+def _can_be_told(*numbers: int) -> bool:
+    """Whether they fit into the words below: else no message of them could ever leave."""
+    return all(0 <= number < 1 << 64 for number in numbers)
 
 
 def read_transfer(data: Any) -> Transfer:

@@ -10,7 +10,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from telegrad.rpc.errors import Refused, TelegradError
-from telegrad.rpc.loans import Loan
+from telegrad.rpc.loans import take_all
 from telegrad.rpc.methods import (
     CREATE_BY_METHOD,
     FETCH,
@@ -122,16 +122,13 @@ class ValueRequests:
         return self._called(sender, read_call(parcel))
 
     def _called(self, sender: int, call: MethodCall) -> object:
-        reference, name, args = call
-        if any(type(each) is Loan for each in args):
-            node = self._node
-            args = tuple([each.take(node) if type(each) is Loan else each for each in args])
-        return self._invoke_named(sender, reference, name, args, {})
+        return self._invoke_named(sender, call.reference, call.name, call.args, {})
 
     def _invoke_named(
         self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: Any
     ) -> object:
         self._require_own(named)
+        args = take_all(args, self._node)
         is_there, value, error = self._values.find(named)
         if not is_there:
             return self._invoke_when_ready(sender, named, name, args, kwargs)

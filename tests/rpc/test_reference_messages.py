@@ -7,6 +7,7 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telegrad.rpc.reference_mail import together
 from telegrad.rpc.reference_messages import (
     Accepted,
     Fence,
@@ -46,6 +47,14 @@ def test_what_is_written_is_read(said: list[Message]) -> None:
 
 def _comparable(message: Message) -> object:
     return set(message.lost) if isinstance(message, Fence) else message
+
+
+def test_a_fence_ends_what_leaves_together() -> None:
+    waiting: list[Message] = [Fenced(1), Fence((1,)), Fence((2,)), *[Fenced(2)] * 5]
+    assert together(waiting, 3) == [Fenced(1), Fence((1,))]
+    assert together(waiting[2:], 3) == [Fence((2,))]
+    assert together(waiting[3:], 3) == [Fenced(2)] * 3
+    assert together([], 3) == []
 
 
 @given(st.binary(max_size=80))

@@ -45,6 +45,6 @@ class Loan:
 
 def take_all(args: tuple[Any, ...], node: Node) -> tuple[Any, ...]:
     """Arguments as their function is given them: each that is a loan as its value."""
-    if not any(type(each) is Loan for each in args):
+    if Loan not in {*map(type, args)}:
         return args
     return tuple([each.take(node) if type(each) is Loan else each for each in args])

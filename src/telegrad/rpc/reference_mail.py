@@ -133,7 +133,7 @@ class Mail:
                         sending = lane.sending = False
                         self._changed.notify_all()
                         return
-                    leaving = list(islice(lane.messages, self._most_together))
+                    leaving = together(lane.messages, self._most_together)
                 self._node.post(to, TOPIC, in_one(lane.sent + 1, leaving))
                 with self._guard:
                     for _ in leaving:
@@ -170,6 +170,17 @@ class Mail:
                 following = inbox.begin_next()
         if failure is not None:
             raise failure
+
+
+def together(messages: Iterable[Message], most: int) -> list[Message]:
+    """The first of those that wait, as many as leave in one. With a fence, which may be long, ends
+    what a receiver can be given at a time."""
+    leaving: list[Message] = []
+    for message in islice(messages, most):
+        leaving.append(message)
+        if isinstance(message, Fence):
+            break
+    return leaving
 
 
 def in_one(first: int, messages: Iterable[Message]) -> Parcel:

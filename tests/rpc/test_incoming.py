@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from telegrad import rpc
 from telegrad.rpc import agent as agent_module
 from telegrad.rpc import incoming
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.incoming import UNHURRIED, Aside, Incoming
+from telegrad.rpc.incoming import Aside, Incoming
 from telegrad.rpc.limits import default_limits
 from telegrad.rpc.meeting import CutShort
-from telegrad.rpc.node import Reply, current_node
+from telegrad.rpc.node import current_node
 from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.worker import WorkerInfo
-from telegrad.wire.codec import pack
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.link import Link
 from telegrad.wire.session import Session
@@ -101,7 +98,6 @@ class Callee:
         self.silence: Any = threading.Condition()
         self.slow_functions = SlowFunctions()
         self.awaited: list[str] = []
-        self.answer: Callable[[Frame], Reply | None] = lambda frame: None
         self.node = SimpleNamespace(limits=default_limits(Trust.CODE), serve=self._serve)
         here, there = streams()
         self.caller = Link(there)
@@ -109,10 +105,9 @@ class Callee:
         me: Any = self
         self.incoming = Incoming(me, member, "session", Link(here), Aside(1 << 30))
 
-    def _serve(self, worker: int, frame: Frame) -> Reply | None:
+    def _serve(self, worker: int, frame: Frame) -> None:
         self.serve(frame)
         self.served.append(frame.call_id)
-        return self.answer(frame)
 
     def incoming_broke(self, incoming: Incoming, reason: str) -> None:
         self.awaited.append(reason)
@@ -203,68 +198,6 @@ def test_who_runs_a_request_while_its_link_is_mended_reads_there_no_more(callee:
     assert callee.has_served(3)
     assert callee.served == [1, 2, 3]
     assert callee.incoming._aside.count == 0
-
-
-def test_the_watch_stays_awake_for_an_answer_that_may_wait(callee: Callee) -> None:
-    callee.answer = lambda frame: Reply(Kind.REPLY, pack(None), may_wait=True)
-    incoming = callee.incoming
-    assert not incoming.tick()
-    callee.caller.send(Kind.CALL, 1)
-    incoming.start()
-    assert inside.when_settled(lambda: incoming.link.has_unwritten)
-    assert inside.when_settled(lambda: not incoming._turn & 1)
-    assert incoming.tick(), "asleep, it would not see that the time is over"
-    assert incoming.tidies(time.monotonic() + UNHURRIED)
-    answer = callee.caller.receive()
-    assert answer is not None
-    assert answer.call_id == 1
-
-
-@pytest.mark.parametrize("hurried", [1, 2])
-def test_an_answer_does_not_wait_behind_one_that_may(callee: Callee, hurried: int) -> None:
-    def answer(frame: Frame) -> Reply:
-        return Reply(Kind.REPLY, pack(None), may_wait=frame.call_id != hurried)
-
-    callee.answer = answer
-    callee.caller.stream.set_receive_timeout(10)
-    for number in (1, 2, 3):
-        callee.caller.send(Kind.CALL, number, later=number < 3)
-    callee.incoming.start()
-    for number in (1, 2, 3):
-        came = callee.caller.receive()
-        assert came is not None
-        assert came.call_id == number
-
-
-def test_the_answer_to_a_call_that_brings_much_does_not_wait(callee: Callee) -> None:
-    """Its caller may have no room for more until then."""
-    callee.answer = lambda frame: Reply(Kind.REPLY, pack(None), may_wait=True)
-    callee.caller.stream.set_receive_timeout(10)
-    callee.incoming.start()
-    much = pack(torch.ones(200_000))  # Not so much that it is acknowledged at once.
-    callee.caller.send(Kind.CALL, 1, much.meta, much.buffers, b"", much.tensors)
-    assert callee.caller.receive() is not None
-
-
-def let_answers_wait_for_long() -> None:
-    incoming.UNHURRIED = 20.0
-
-
-def make_by_method(to: str, timeout: float) -> Any:
-    """How it went, as far as its caller knows when that time is over."""
-    account = rpc.remote(to, functions.Account)
-    account.to_here()
-    made = account.remote(timeout=timeout).kind()
-    creation = made._creation
-    assert creation is not None
-    assert inside.when_settled(lambda: creation.done)
-    return creation.error
-
-
-def test_the_answer_to_who_has_little_time_does_not_wait(make_job: Callable[..., Job]) -> None:
-    job = make_job("a", "b")
-    job["b"].do(let_answers_wait_for_long)
-    assert job["a"].do(make_by_method, "b", 0.9) is None
 
 
 def lose_after_a_break(name: str) -> bool:

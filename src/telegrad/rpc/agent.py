@@ -249,7 +249,7 @@ class Agent:
             running |= self.threads.has_waiting
         for incoming in list(self._incoming.values()):
             running |= incoming.tick()
-            unwritten |= incoming.tidies(now)
+            unwritten |= incoming.tidies()
         for outgoing in list(self._outgoing.values()):
             if isinstance(outgoing, Outgoing):
                 unwritten |= outgoing.tidies()

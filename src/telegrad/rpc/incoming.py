@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 IDLE_TIMEOUT = 0.5
 TICKS_BEFORE_BEGUN = 12
 PATIENCE = 5.0
-UNHURRIED = 0.02
-"""Seconds that an answer may wait for company for which nobody waits."""
-HEAVY = 1 << 19
-"""Bytes of a call for whose end its caller may wait after all, so as to have room for others."""
 FEW_ANSWERS = 64
 MOST_ANSWERS = 1 << 15
 MOST_ANSWER_BYTES = 1 << 30
@@ -99,7 +95,6 @@ class Incoming:
         self._ticks_seen = 0
         self._function: object | None = None
         self._refuses = False
-        self._unhurried_until = 0.0
         self._aside = aside
         self._most_aside = agent.node.limits.calls_in_flight
         self._weighs = agent.node.limits.weighs_calls
@@ -195,22 +190,10 @@ class Incoming:
                 # Before its caller hears of it, and may send the next one.
                 self._aside.add(-1)
                 is_counted = False
-            waits = self._lets_wait(reply, frame)
-            later = leads and (waits or self.link.has_frame())
-            self.reply(frame.call_id, reply, later)
+            self.reply(frame.call_id, reply, leads and self.link.has_frame())
         elif not self.link.has_frame():
             self._flush()
         return is_counted
-
-    def _lets_wait(self, reply: Reply, frame: Frame) -> bool:
-        """Whether an answer may wait for company: so may all that wait to be written with it."""
-        if not reply.may_wait or weigh_arrived(frame) > HEAVY:
-            self._unhurried_until = 0.0
-            return False
-        now = time.monotonic()
-        if not self.link.has_unwritten:
-            self._unhurried_until = now + UNHURRIED
-        return now < self._unhurried_until
 
     def _weigh_and_serve(self, frame: Frame) -> Reply | None:
         """Serve a call of one who may not fill the memory here."""
@@ -310,7 +293,7 @@ class Incoming:
         self.start()
 
     def tick(self) -> bool:
-        """The watch looks in. Whether anything runs, or waits to be written."""
+        """The watch looks in. Whether anything runs."""
         turn = self._turn
         running = bool(turn & 1)
         # Before its function has begun a request is left alone for longer: requests begin in order.
@@ -321,11 +304,11 @@ class Incoming:
             if self._hand_over(self._leader, turn) and function is not None:
                 self.agent.slow_functions.was_slow(function)
         self._seen_turn = turn
-        return running or self.link.has_unwritten
+        return running
 
-    def tidies(self, now: float) -> bool:
+    def tidies(self) -> bool:
         """Whether something was left unwritten, and is written now."""
-        if now < self._unhurried_until or not (self.link.has_unwritten or self.link.freed):
+        if not (self.link.has_unwritten or self.link.freed):
             return False
         self.agent.threads.run(self._tidy)
         return True

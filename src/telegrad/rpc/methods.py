@@ -19,8 +19,6 @@ from telegrad.wire.parcel import Parcel
 FETCH = "fetch"
 METHOD = "method"
 CREATE_BY_METHOD = "create_by_method"
-AT_LEISURE = 1.0
-"""Seconds that a caller gives a creation, at least, whose answer may wait for company."""
 
 _REFERENCE = struct.Struct("<3Q")
 _TRANSFER = struct.Struct("<5Q")

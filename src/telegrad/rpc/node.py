@@ -40,7 +40,6 @@ from telegrad.rpc.failures import (
 )
 from telegrad.rpc.limits import Ledger, Limits, default_limits
 from telegrad.rpc.members import Members
-from telegrad.rpc.methods import CREATE_BY_METHOD
 from telegrad.rpc.passage import Passages
 from telegrad.rpc.results import Later, as_result
 from telegrad.rpc.runtime import Runtime
@@ -356,7 +355,6 @@ class Node:
                 self._reply_later(sender, call_id, result, scope, target)
                 return None
             reply = self._success(sender, result, scope, target)
-            reply.may_wait = target == CREATE_BY_METHOD
         except BaseException as error:
             reply = self._failure(error)
         self._finished.add(sender)

@@ -20,7 +20,7 @@ from telegrad.rpc.errors import (
 )
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.loans import take_all
-from telegrad.rpc.methods import AT_LEISURE, call_parcel
+from telegrad.rpc.methods import call_parcel
 from telegrad.rpc.node import Node, current_node
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.passage import Passage
@@ -412,20 +412,13 @@ def remote_method(
     """
     call = (tuple(rref._reference), name, args, kwargs)
     keep = partial(_let_go, lenders) if lenders else None
-    write = None
-    if not kwargs and _is_at_leisure(rref._node.timeout if timeout is None else timeout):
-        write = partial(call_parcel, rref._reference, name, args)
+    write = None if kwargs else partial(call_parcel, rref._reference, name, args)
     made = remote_reference(
         rref._node, rref.owner(), call_method_of, call, None, timeout, RRef, keep, write
     )
     assert made._creation is not None
     made._creation.target = _Method(rref, name)
     return made
-
-
-def _is_at_leisure(timeout: float) -> bool:
-    """What is no time at all is for the call to refuse."""
-    return isinstance(timeout, float | int) and not 0 < timeout < AT_LEISURE
 
 
 def _let_go(lenders: tuple[RRef[Any], ...], pending: Pending) -> None:

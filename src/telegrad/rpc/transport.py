@@ -18,8 +18,6 @@ class Reply:
     kind: Kind
     packed: Packed
     note: bytes = b""
-    may_wait: bool = False
-    """For a moment, so as to leave with the next message: nobody waits for it."""
 
 
 class Transport(Protocol):

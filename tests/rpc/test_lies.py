@@ -259,6 +259,28 @@ def test_a_registration_for_one_that_is_fenced_leaves_no_promise() -> None:
     assert owner.debug_info() == References(0).debug_info()
 
 
+def register_as_if_from(to: int, giver: int) -> None:
+    """A reference to a value of `to` that, so it says, came from a worker that is none."""
+    rref = rpc.rpc_sync("b", functions.give_reference, args=(1,))
+    say(to, Register(Transfer(rref._reference, ForkId(giver, 7)), current_node().info.id))
+
+
+@pytest.mark.parametrize("giver", [77, (1 << 16) - 1, 1 << 40, (1 << 64) - 1])
+def test_who_is_told_of_a_worker_that_is_none_does_not_count_it_as_lost(
+    make_parties: MakeJob,  # noqa: F811
+    giver: int,
+) -> None:
+    """It would ask all others whether they accept anything more from it, and they know no such
+    worker: what anyone who is really lost has held would be kept for ever."""
+    job = acquaint(make_parties("a", "b", "c"))
+    job["a"].do(register_as_if_from, B, giver)
+    assert job["a"].do(call, "b", functions.scale, 2) == 4
+    assert job["b"].do(lost) == {}
+    job["a"].kill()
+    wait_until(job, "b", references, {})
+    assert job["b"].do(names_of_lost) == ["a"]
+
+
 def ask_for_what_never_comes(to: str) -> str:
     """A fetch of a value that, so it says, c will have made."""
     node = current_node()

@@ -10,6 +10,13 @@ from telegrad.autograd.container import Census, Container
 from telegrad.autograd.errors import AutogradError, UnknownContext
 
 
+def test_a_context_of_a_worker_that_is_none_is_not_made() -> None:
+    container = Container(1, may_be_worker=[0, 1, 2].__contains__)
+    assert container.join((65535 << 48) + 1, 2) is None
+    assert container.join((2 << 48) + 1, 2) is not None
+    assert len(container) == 1
+
+
 def test_an_id_has_its_worker_in_the_upper_16_bits_and_a_counter_below() -> None:
     container = Container(7)
     first, second = container.new().id, container.new().id

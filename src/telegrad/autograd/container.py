@@ -58,8 +58,10 @@ class Container:
         first: int = 1,
         ledger: Ledger | None = None,
         records: Ledger | None = None,
+        may_be_worker: Callable[[int], bool] = lambda worker: True,
     ) -> None:
-        """`ledger` bounds the contexts that each other worker brings, `records` what they keep."""
+        """`ledger` bounds the contexts that each other worker brings, `records` what they keep.
+        A context of a worker that is none is not made: nobody would ever release it."""
         if not 0 <= worker <= MAX_WORKER_ID:
             raise AutogradError(
                 f"A worker id must be in 0..{MAX_WORKER_ID} to make context ids, but is {worker}."
@@ -67,6 +69,7 @@ class Container:
         self.worker = worker
         self._ledger = ledger or unlimited()
         self._records = records
+        self._may_be_worker = may_be_worker
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._newest = (worker << WORKER_SHIFT) + first - 1
@@ -99,12 +102,15 @@ class Container:
         return self._contexts.get(context_id)
 
     def join(self, context_id: int, sender: int) -> Context | None:
-        """The context that a message carries, made on demand; None once it is released.
+        """The context that a message carries, made on demand; None once it is released, or if it
+        is made up.
 
         Raises if the sender has brought more than it may.
         """
         context = self._contexts.get(context_id)
         if context is None:
+            if not self._may_be_worker(worker_of(context_id)):
+                return None
             with self._lock:
                 context = self._contexts.get(context_id)
                 if context is None:

@@ -50,7 +50,10 @@ class Autograd:
     def __init__(self, node: Any) -> None:
         self.node = node
         self.container = Container(
-            node.info.id, ledger=node.ledger("contexts"), records=node.ledger("records")
+            node.info.id,
+            ledger=node.ledger("contexts"),
+            records=node.ledger("records"),
+            may_be_worker=self.may_be_worker,
         )
         self._passes = node.ledger("passes")
         self._censuses = Censuses(self)

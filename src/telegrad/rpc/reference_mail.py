@@ -121,12 +121,6 @@ class Mail:
                 node.runtime.spawn(partial(self._send_lane, to, lane))
 
     def _send_lane(self, to: int, lane: Lane) -> None:
-        if self._node.data_only and not self._node.members.has(to):
-            # Somebody made it up. Who cannot be found would count as lost, and be fenced.
-            with self._guard:
-                self.lanes.pop(to, None)
-                self._changed.notify_all()
-            return
         sending = False
         try:
             with self._guard:

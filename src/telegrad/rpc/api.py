@@ -140,7 +140,6 @@ def init_rpc(
                 agent = Agent(node, threads, meeting, liveness)
                 node.transport = runtime.transport = agent
                 node.services["closing"] = Closing(node)
-                node.services["store"] = store
                 node.services["rendezvous"] = visit
                 node.services["static"] = world_size is not None
                 set_process_node(node)

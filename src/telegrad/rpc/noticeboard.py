@@ -20,10 +20,20 @@ class Noticeboard:
     """A store as one worker reads and writes it. `incarnation` tells its claims from others'."""
 
     def __init__(self, store: Store, name: str, incarnation: int, timeout: float) -> None:
-        self.store = store
+        self._store: Store | None = store
         self.timeout = timeout
         self._name = name
         self._incarnation = incarnation
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            raise RendezvousError(f"worker {self._name!r} has left its job")
+        return self._store
+
+    def close(self) -> None:
+        """Let go of the store: its connection, and its server if that is here, end with it."""
+        self._store = None
 
     def room(self, name: str) -> Noticeboard:
         """A board of its own for some of the workers."""

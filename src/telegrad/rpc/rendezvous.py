@@ -84,8 +84,9 @@ class Rendezvous:
         self._name = name
         self._named = False
         self.incarnation = secrets.randbits(63)
+        self.store: Store | None = store
         whole = PrefixStore("telegrad", store)
-        self._board = Noticeboard(whole, name, self.incarnation, timeout)
+        self._board = self._whole_board = Noticeboard(whole, name, self.incarnation, timeout)
         _agree_on_kind(whole, "open" if world_size is None else "of fixed size")
         if world_size is None:
             rank = self._take_rank(name, rank)
@@ -114,7 +115,7 @@ class Rendezvous:
         check_rank(name, rank, world_size)
         number = self._board.store.add(f"visits of {rank}", 0 if self._life else 1)
         process = Process.own()
-        self._whole_board, self._visitor = self._board, f"visitor {number} of {rank}"
+        self._visitor = f"visitor {number} of {rank}"
         self._board.put(self._visitor, {"name": name, "process": asdict(process)})
         if number > 1 and not self._life:
             before = self._board.get(f"visitor {number - 1} of {rank}", "its last worker")
@@ -293,13 +294,19 @@ class Rendezvous:
         return bool(self._board.store.compare_set(f"name {name}", held, mine).decode() == mine)
 
     def leave(self) -> None:
-        """Give the name, or in a job of fixed size the rank, back: another worker may have it."""
+        """Give the name, or in a job of fixed size the rank, back: another worker may have it.
+
+        The store is let go of here: much refers to this visit, and some of it in cycles.
+        """
         with contextlib.suppress(RuntimeError, dist.DistError):
             if self._named:
                 self._board.store.delete_key(f"worker {self.info.id}")
                 self._board.store.delete_key(f"name {self.info.name}")
             elif self._world_size is not None:
                 self._whole_board.put(self._visitor, {"process": None})
+        self._board.close()
+        self._whole_board.close()
+        self.store = None
 
     def _look_up(self, who: str | int) -> Member | None:
         try:

@@ -11,6 +11,7 @@ import torch
 from telegrad.compat.stock import Store, _TensorPipeRpcBackendOptionsBase, is_cpu_only
 from telegrad.rpc import api as native
 from telegrad.rpc.node import Node, current_node, find_node
+from telegrad.rpc.rendezvous import Rendezvous
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.address import own_address_towards
 
@@ -29,9 +30,9 @@ class TensorPipeAgent(RpcAgent):
         self._options = options
 
     @property
-    def store(self) -> Store:
-        store: Store = self._node.services["store"]
-        return store
+    def store(self) -> Store | None:
+        visit: Rendezvous = self._node.services["rendezvous"]
+        return visit.store
 
     @property
     def is_static_group(self) -> bool:

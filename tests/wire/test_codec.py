@@ -6,10 +6,14 @@ import gc
 import math
 import operator
 import re
+import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,8 @@ from telegrad.wire.codec import (
     pack,
     unpack,
 )
+from telegrad.wire.names import object_named
+from telegrad.wire.opaque import TreeUnpickler
 from tests.wire.codec_samples import (
     Access,
     Color,
@@ -497,3 +503,35 @@ def test_a_slot_of_a_dataclass_that_is_no_field_travels_too() -> None:
     value.hidden = 2  # type: ignore[attr-defined]
     arrived = sent([value])[0]
     assert (arrived.shown, arrived.hidden) == (1, 2)
+
+
+def looked_up(name: str) -> object:
+    return object_named(name, Trust.CODE)
+
+
+def unpickled(name: str) -> object:
+    module, _, attribute = name.partition(":")
+    return TreeUnpickler(f"c{module}\n{attribute}\n.".encode(), ()).load()
+
+
+@pytest.mark.parametrize("find", [looked_up, unpickled])
+def test_threads_that_need_modules_of_one_package_at_once_get_them_whole(
+    find: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package imports one module, and that another. Python takes the lock of a module before
+    that of its package: two threads would wait for each other, and one get a module half made."""
+    name = f"package_{find.__name__}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(
+        f"import sys, time\nsys.begun.set()\ntime.sleep(0.5)\nfrom {name}.one import One\n"
+    )
+    (tmp_path / name / "one.py").write_text(f"from {name}.other import Other\nclass One: pass\n")
+    (tmp_path / name / "other.py").write_text("class Other: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    begun = threading.Event()
+    monkeypatch.setattr(sys, "begun", begun, raising=False)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(find, f"{name}.other:Other")
+        assert begun.wait(10)
+        second = threads.submit(find, f"{name}.one:One")
+        assert [each.result(10).__name__ for each in (first, second)] == ["Other", "One"]  # type: ignore[attr-defined]

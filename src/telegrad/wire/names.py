@@ -122,7 +122,7 @@ def object_named(name: str, trust: Trust) -> object:
                 f"marked @export in the modules that it has imported"
             ) from None
     try:
-        return _looked_up(name, _imported)
+        return _looked_up(name, imported)
     except (ImportError, AttributeError, ValueError) as error:
         raise CodecError(
             f"{name} is not found on this worker ({error}); both ends need the same code, and "
@@ -135,11 +135,16 @@ def object_named(name: str, trust: Trust) -> object:
         ) from error
 
 
-def _imported(name: str) -> ModuleType:
+def imported(name: str) -> ModuleType:
     """As `importlib.import_module`, in less time for a module that is there."""
     module = sys.modules.get(name)
-    if module is None or getattr(module.__spec__, "_initializing", False):
-        # Another thread may be about to import it: importlib waits for that.
+    if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
+        # Another thread may be about to import it: importlib waits for that. The packages around
+        # it come first: importlib would await them with the lock of the module taken, while they,
+        # in another thread, may await the module, and one of the two would get it half made.
+        package, _, _ = name.rpartition(".")
+        if package:
+            imported(package)
         return importlib.import_module(name)
     return module
 

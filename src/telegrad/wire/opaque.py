@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.wire.errors import CodecError
-from telegrad.wire.names import EXTENSIONS
+from telegrad.wire.names import EXTENSIONS, imported
 
 # Smaller buffers cost more as buffers than as part of the pickle.
 _OUT_OF_BAND = 1024
@@ -61,6 +61,10 @@ class TreeUnpickler(pickle.Unpickler):
         self.stream = io.BytesIO(data)
         self.attached: list[object] = []
         super().__init__(self.stream, buffers=buffers)
+
+    def find_class(self, module: str, name: str) -> Any:
+        imported(module)
+        return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> object:
         if type(pid) is not int or not 0 <= pid < len(self.attached):

@@ -311,7 +311,7 @@ def begin_coroutines(to: str, count: int) -> list[str]:
 
 
 def coroutines_and_threads() -> tuple[int, int]:
-    [loop] = current_node().coroutines._loops
+    [loop] = current_node().coroutines.loops
     return len(asyncio.all_tasks(loop)), threading.active_count()
 
 

@@ -201,7 +201,8 @@ class Agent:
         incoming = getattr(self.local, "incoming", None)
         if incoming is not None:
             incoming.about_to_block(self.local.token)
-        self.node.coroutines.blocking()
+        if self.node.coroutines.loops:
+            self.node.coroutines.blocking()
 
     def call_later(self, delay: float, work: Callable[[], object]) -> Callable[[], None]:
         return self.watch.call_later(delay, work).cancel

@@ -32,7 +32,7 @@ class Coroutines:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loops: list[asyncio.AbstractEventLoop] = []
+        self.loops: list[asyncio.AbstractEventLoop] = []
         self._spare: list[asyncio.AbstractEventLoop] = []
         self._waiting: deque[Begin] = deque()
 
@@ -85,22 +85,20 @@ class Coroutines:
                     loop.close()
                     raise
                 self._loop = loop
-                self._loops.append(loop)
+                self.loops.append(loop)
             return self._loop
 
     def run_here(self) -> bool:
         """Whether the calling thread runs a coroutine of ours."""
-        if not self._loops:
+        if not self.loops:
             return False
         try:
-            return asyncio.get_running_loop() in self._loops
+            return asyncio.get_running_loop() in self.loops
         except RuntimeError:
             return False
 
     def blocking(self) -> None:
         """The calling thread is about to block: if it is our loop's, use another from now on."""
-        if not self._loops:
-            return
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
@@ -121,14 +119,14 @@ class Coroutines:
 
     def _came_back(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            if loop not in self._loops or loop is self._loop:
+            if loop not in self.loops or loop is self._loop:
                 return
             self._spare.append(loop)
         self._move_waiting()
 
     def close(self) -> None:
         with self._lock:
-            loops, self._loops, self._loop = self._loops, [], None
+            loops, self.loops, self._loop = self.loops, [], None
             self._spare.clear()
         for loop in loops:
             loop.call_soon_threadsafe(loop.stop)

@@ -253,7 +253,7 @@ class Incoming:
         if self._leader is token:
             self._function = function
             slow = self.agent.slow_functions
-            if slow.knows(function):
+            if slow.counts and slow.knows(function):
                 self.agent.local.timed = (function, time.monotonic())
                 if slow.expects(function):
                     self._flush()

@@ -169,7 +169,8 @@ class Node:
         except Unpackable as problem:
             raise of_call(problem, request, to.name) from problem.__cause__
         pending = self.calls.begin(to, target, timeout, self.runtime.now())
-        pending.carried = self.values.packed()
+        if self.values.journey.leaving:
+            pending.carried = self.values.packed()
         pending.note = note
         pending.late = on_late
         if target != CLOSING:
@@ -239,7 +240,8 @@ class Node:
                 f"{self.info.name!r}: {error}"
             ) from error.__cause__
         finally:
-            self.values.opened()
+            if self.values.journey.unconfirmed:
+                self.values.opened()
         if frame.kind == Kind.ERROR:
             raise rebuild_error(told_error(value), self.trust)
         return value
@@ -348,7 +350,8 @@ class Node:
             else:
                 if self.data_only:
                     self.require_exported(target)
-                self.values.await_confirmed()
+                if self.values.journey.unconfirmed:
+                    self.values.await_confirmed()
                 self.transport.starting(target)
                 result = as_result(self.coroutines, target, target(*args, **kwargs))
             if type(result) is Later:
@@ -457,7 +460,8 @@ class Node:
             packed, note = self._prepare(value, to, scope)
         except Unpackable as problem:
             raise of_result(problem, target, self.info.name) from problem.__cause__
-        self.values.packed()
+        if self.values.journey.leaving:
+            self.values.packed()
         return Reply(Kind.REPLY, packed, note)
 
     def _failure(self, error: BaseException) -> Reply:

@@ -34,7 +34,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.cargo import Cargo, weigh
+from telegrad.rpc.cargo import LIGHT, Cargo, weigh
 from telegrad.rpc.members import Member
 from telegrad.rpc.watch import ENDED, READABLE
 from telegrad.wire import interrupts
@@ -225,7 +225,8 @@ class Outgoing:
         except BaseException:
             self._give_up_reading()
             raise
-        self._give_up_reading()
+        for completed in self._pass_on_reading():
+            completed.complete()
 
     def _mend_elsewhere(self, reason: str) -> None:
         """Leave the broken link, and the role, to another thread: this one has a deadline."""
@@ -270,7 +271,9 @@ class Outgoing:
             late = frame
             self.agent.threads.run(lambda: node.discard(self.member.info.id, late))
         else:
-            pending.store(frame)
+            # As `Pending.store` does.
+            pending.frame = frame
+            pending.done = True
             if pending.call_id in self._waiters:
                 self._served.append(pending)
             elif pending.latch is not None:
@@ -386,7 +389,7 @@ class Outgoing:
 
     def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
         in_flight = self.agent.node.calls.in_flight(self._worker)
-        size = weigh(packed)
+        size = weigh(packed) if packed.buffers or len(packed.meta) >= LIGHT else 0
         if (
             in_flight > MAX_CALLS_IN_FLIGHT
             or in_flight > self._allowed

@@ -16,29 +16,29 @@ class SlowFunctions:
     """Functions that ran for longer than a tick of the watch."""
 
     def __init__(self) -> None:
-        self._counts: dict[object, int] = {}
+        self.counts: dict[object, int] = {}
 
     def knows(self, function: object) -> bool:
         """Whether the function has been slow lately: it is to be timed."""
-        return bool(self._counts) and _name(function) in self._counts
+        return _name(function) in self.counts
 
     def expects(self, function: object) -> bool:
         """Whether the function is expected to be slow."""
-        return self._counts.get(_name(function), 0) >= 2
+        return self.counts.get(_name(function), 0) >= 2
 
     def was_slow(self, function: object) -> None:
         name = _name(function)
-        self._counts[name] = min(self._counts.get(name, 0) + 2, MOST)
+        self.counts[name] = min(self.counts.get(name, 0) + 2, MOST)
 
     def ended(self, function: object, started: float) -> None:
         """A function that is known here has ended."""
         if time.monotonic() - started < QUICK:
             name = _name(function)
-            count = self._counts.get(name, 0)
+            count = self.counts.get(name, 0)
             if count > 1:
-                self._counts[name] = count - 1
+                self.counts[name] = count - 1
             else:
-                self._counts.pop(name, None)
+                self.counts.pop(name, None)
 
 
 def _name(function: object) -> object:

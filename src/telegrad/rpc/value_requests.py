@@ -142,7 +142,8 @@ class ValueRequests:
             raise ValueError(f"{named} is no value of worker {self._node.info.name!r}")
 
     def _call_method(self, value: object, name: str, args: Any, kwargs: Any) -> object:
-        self._values.await_confirmed()
+        if self._values.journey.unconfirmed:
+            self._values.await_confirmed()
         method = method_of(self._node, value, name)
         self._node.transport.starting(getattr(method, "__func__", method))
         return as_result(self._node.coroutines, method, method(*args, **kwargs))

@@ -107,7 +107,7 @@ class Values:
         self._mail = Mail(node, self._changed, self._receive)
         node.on_closed(self._close)
         self._deaths: deque[Handle] = deque()
-        self._journey = _Journey()
+        self.journey = _Journey()
 
     # Making references.
 
@@ -154,7 +154,7 @@ class Values:
                 transfer = self._core.share(handle, to)
             except WorkerLost as loss:
                 raise self._by_name(loss) from None
-        self._journey.leaving.append(transfer)
+        self.journey.leaving.append(transfer)
         return transfer
 
     def _by_name(self, loss: WorkerLost) -> WorkerLost:
@@ -164,9 +164,7 @@ class Values:
 
     def packed(self) -> Sequence[Transfer]:
         """The message of this thread is packed, or failed to be: the references that it carries."""
-        if not self._journey.leaving:
-            return ()
-        carried, self._journey.leaving = self._journey.leaving, []
+        carried, self.journey.leaving = self.journey.leaving, []
         return carried
 
     def take_back(self, carried: Sequence[Transfer]) -> None:
@@ -187,14 +185,12 @@ class Values:
         if transfer.reference.owner == self._node.info.id:
             return transfer.reference
         if not confirmed:
-            self._journey.unconfirmed.append(transfer.fork)
+            self.journey.unconfirmed.append(transfer.fork)
         return transfer.fork
 
     def await_confirmed(self) -> None:
         """A function runs only after its owners know the references among its arguments."""
-        forks = self._journey.unconfirmed
-        if not forks:
-            return
+        forks = self.journey.unconfirmed
         with self._guard:
             for fork in forks:
                 while self._core.awaits_owner(fork) and not self._node.closed:
@@ -203,8 +199,7 @@ class Values:
 
     def opened(self) -> None:
         """The message that this thread unpacked is not a request: nothing waits for it."""
-        if self._journey.unconfirmed:
-            self._journey.unconfirmed.clear()
+        self.journey.unconfirmed.clear()
 
     # The end of RRef objects.
 

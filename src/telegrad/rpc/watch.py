@@ -100,8 +100,10 @@ class Watch:
 
     def look_for(self, descriptor: int, events: int) -> None:
         """Arm the descriptor for one notice of these events."""
-        with contextlib.suppress(OSError, ValueError):
+        try:
             self._epoll.modify(descriptor, events)
+        except (OSError, ValueError):
+            return
 
     def forget(self, descriptor: int) -> None:
         self._notices.pop(descriptor, None)

@@ -95,7 +95,15 @@ class Outbox(Connection):
         while True:
             parts, size, ticket = turn
             try:
-                rest = self._write(parts, size, deadline)
+                sent = 0
+                if len(parts) == 1:
+                    # As a rule it leaves at once.
+                    try:
+                        sent = self.stream.try_send(parts)
+                    except OSError:
+                        self.mark_broken()
+                        sent = size
+                rest = self._write(_rest(parts, sent), size - sent, deadline) if sent < size else []
             except BaseException:
                 self.mark_broken()
                 with self._lock:

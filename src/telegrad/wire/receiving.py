@@ -94,8 +94,14 @@ class Receiving(Outbox):
                         if frame is not None:
                             return frame
                         continue
-                if not self._fill(need):
-                    return None
+                if have:
+                    if not self._fill(need):
+                        return None
+                else:
+                    self._start = 0
+                    self._end = self._read(self._window)
+                    if not self._end:
+                        return None
         except MemoryError:
             # A part of it may be gone from the stream: nobody could read on.
             raise CodecError("there is no memory for a frame") from None
@@ -142,13 +148,12 @@ class Receiving(Outbox):
         return self._group is not None and self._next_is_carried()
 
     def _fill(self, need: int) -> bool:
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start + need > READ_BUFFER:
+        """Read more of a frame of which a part is here."""
+        if self._start + need > READ_BUFFER:
             rest = bytes(self._window[self._start : self._end])
             self._window[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
-        count = self._read(self._window[self._end :] if self._end else self._window)
+        count = self._read(self._window[self._end :])
         self._end += count
         return count > 0
 

@@ -93,20 +93,32 @@ class Sending(Outbox):
                 raise LinkClosed("the link is closed")
             seq, ack = self.session.stamp()
             header = HEADER.pack(*counts, seq, ack, call_id)
+            size = HEADER_SIZE + total
             if own_memory:
                 whole = b"".join((header, head, note, meta, *inline))
-                self._put(seq, whole, total, (whole,), HEADER_SIZE + total)
+                if not (later or self._queue or self._writing or self.broken):
+                    # The usual case. `_put` and `_take_turn` would do the same.
+                    self.session.keep(seq, whole, total)
+                    self._ticket = ticket = self._ticket + 1
+                    self.sent_bytes += size
+                    self._writing = True
+                    turn: Turn | None = ([whole], size, ticket)
+                else:
+                    self._put(seq, whole, total, (whole,), size)
+                    turn = None
             else:
                 start = b"".join((header, head, note, meta))
                 borrowed = Borrowed((start, *inline), _versions(tensors))
-                self._put(seq, borrowed, total, borrowed.parts, HEADER_SIZE + total)
-            if self._writing:
-                if not own_memory or self._queued_bytes > QUEUE_BYTES:
-                    self._await_written(self._ticket, deadline)
-                return
-            if self.broken or (later and own_memory and self._queued_bytes < LATER_BYTES):
-                return
-            turn = self._take_turn()
+                self._put(seq, borrowed, total, borrowed.parts, size)
+                turn = None
+            if turn is None:
+                if self._writing:
+                    if not own_memory or self._queued_bytes > QUEUE_BYTES:
+                        self._await_written(self._ticket, deadline)
+                    return
+                if self.broken or (later and own_memory and self._queued_bytes < LATER_BYTES):
+                    return
+                turn = self._take_turn()
         self._write_queue(turn, deadline)
 
     def _place(

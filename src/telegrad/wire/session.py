@@ -127,8 +127,15 @@ class Session(Generic[Frame]):
         )
 
     def admit(self, seq: int, ack: int, nbytes: int) -> bool:
-        """A frame has arrived, with a number or without: `acknowledged`, then `accept`."""
-        self.acknowledged(ack)
+        """A frame has arrived, with a number or without: `acknowledged`, then `accept`.
+
+        Every frame comes this way, so what is usual is done here and without a call.
+        """
+        if ack > self._sent:
+            self.acknowledged(ack)
+        kept = self._kept
+        while kept and kept[0][0] <= ack:
+            self._dropped_total += kept.popleft()[2]
         if seq == self._seen + 1:
             self._seen = seq
             self._seen_bytes += nbytes

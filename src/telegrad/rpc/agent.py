@@ -181,7 +181,8 @@ class Agent:
             incoming.reply_late(call_id, reply)
 
     def wait(self, pending: Pending, until: float = math.inf) -> None:
-        self.blocking()
+        if self.node.coroutines.loops or getattr(self.local, "incoming", None) is not None:
+            self.blocking()
         # A worker that is just being lost has no link any more, and its calls are not settled yet.
         (self._outgoing.get(pending.callee.id) or self._loopback).wait(pending, until)
         if interrupts.put_off:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MARK = "_telegrad_async_execution"
+ASYNC_EXECUTION = "_telegrad_async_execution"
+"""The attribute that marks them."""
 
 
 def async_execution(function: F) -> F:
@@ -25,9 +26,9 @@ def async_execution(function: F) -> F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    setattr(wrapper, _MARK, True)
+    setattr(wrapper, ASYNC_EXECUTION, True)
     return wrapper  # type: ignore[return-value]
 
 
 def is_async_execution(function: object) -> bool:
-    return getattr(function, _MARK, False) is True
+    return getattr(function, ASYNC_EXECUTION, False) is True

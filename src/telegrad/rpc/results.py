@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from telegrad.rpc.coroutines import Coroutines
-from telegrad.rpc.functions import is_async_execution
+from telegrad.rpc.functions import ASYNC_EXECUTION
 
 Finish = Callable[[object, "BaseException | None"], None]
 
@@ -25,7 +25,7 @@ class Later:
 
 def as_result(coroutines: Coroutines, target: object, result: Any) -> Any:
     """The result itself, or a `Later` for a coroutine or for the future of an async function."""
-    if is_async_execution(target):
+    if getattr(target, ASYNC_EXECUTION, False) is True:
         result = _from_future(target, result)
     elif type(result) is CoroutineType:
         result = Later(coroutines.start(result))

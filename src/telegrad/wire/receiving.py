@@ -105,6 +105,8 @@ class Receiving(Outbox):
         except MemoryError:
             # A part of it may be gone from the stream: nobody could read on.
             raise CodecError("there is no memory for a frame") from None
+        except SessionError as error:
+            raise CodecError(str(error)) from None
 
     def has_frame(self) -> bool:
         """Whether a whole small frame has been read already, and nothing of it is waited for."""
@@ -187,9 +189,11 @@ class Receiving(Outbox):
             table = struct.unpack_from(f"<{2 * rows + freed}Q", self._window, at)
             at += ROW * rows + SLOT * freed
         carried = _NOTHING if self._arriving is None else self._take_carried(self._arriving)
-        if not self._admit(seq, ack, total):
+        if not self.session.admit(seq, ack, total):
             self._start = end
             return None
+        if total >= LIGHT or not seq % LOOK_EVERY:
+            self._acknowledge_if_due()
         note = bytes(window[at : at + note_length]) if note_length else b""
         at += note_length
         meta = bytes(window[at : at + meta_length])
@@ -283,8 +287,9 @@ class Receiving(Outbox):
         carried = _NOTHING if self._arriving is None else self._take_carried(self._arriving)
         beside = sum(arrival.target.nbytes for arrival in large.arrivals)
         self.received_bytes += beside
-        if not self._admit(seq, ack, total + beside):
+        if not self.session.admit(seq, ack, total + beside):
             return None
+        self._acknowledge_if_due()
         at = ROW * rows + SLOT * freed
         note = bytes(large.head[at : at + note_length])
         meta = bytes(memoryview(large.head)[at + note_length :])
@@ -362,16 +367,7 @@ class Receiving(Outbox):
         except ArenaError as error:
             raise CodecError(f"a frame gives back shared memory wrongly: {error}") from None
 
-    def _admit(self, seq: int, ack: int, size: int) -> bool:
-        """Note the acknowledgement; whether the frame is new and to be taken."""
-        session = self.session
-        try:
-            if not session.admit(seq, ack, size):
-                return False
-        except SessionError as error:
-            raise CodecError(str(error)) from None
-        if size >= LIGHT or not seq % LOOK_EVERY:
-            frames, bytes_ = session.owes_ack()
-            if frames >= ACK_FRAMES or bytes_ >= ACK_BYTES:
-                self._acknowledge()
-        return True
+    def _acknowledge_if_due(self) -> None:
+        frames, bytes_ = self.session.owes_ack()
+        if frames >= ACK_FRAMES or bytes_ >= ACK_BYTES:
+            self._acknowledge()

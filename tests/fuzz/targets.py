@@ -144,14 +144,14 @@ def codec_data(data: bytes) -> None:
 def codec_code(data: bytes) -> None:
     """What arrives at a worker that takes code, without its pickles and imports: they may do
     anything, and are allowed to."""
-    load, imported = TreeUnpickler.load, names._imported
+    load, imported = TreeUnpickler.load, names.imported
     TreeUnpickler.load = _no_pickle  # type: ignore[method-assign]
-    names._imported = sys.modules.__getitem__
+    names.imported = sys.modules.__getitem__
     try:
         _decode(data, Trust.CODE)
     finally:
         TreeUnpickler.load = load  # type: ignore[method-assign]
-        names._imported = imported
+        names.imported = imported
 
 
 def _no_pickle(self: Any) -> Any:

@@ -275,6 +275,24 @@ def test_a_reader_is_told_of_the_break_and_a_writer_is_not() -> None:
     assert a.broken
 
 
+def test_what_was_taken_is_no_frame_while_the_next_is_waited_for_or_after_a_break() -> None:
+    a, b = links()
+    a.send(Kind.CALL, 1)
+    receive(b)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(b.receive)
+        time.sleep(0.05)
+        assert not b.has_frame()
+        assert reading.result(10) is None
+    a.send(Kind.CALL, 2)
+    receive(b)
+    a.stream.close()
+    with pytest.raises(LinkBroken):
+        receive(b)
+    assert not b.has_frame()
+    assert not b.has_bytes()
+
+
 def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else() -> None:
     a, b = links()
     x = torch.zeros(LARGE, dtype=torch.uint8)

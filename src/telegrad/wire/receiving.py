@@ -98,7 +98,8 @@ class Receiving(Outbox):
                     if not self._fill(need):
                         return None
                 else:
-                    self._start = 0
+                    # Before the read: it may fail, and others look at the buffer meanwhile.
+                    self._start = self._end = 0
                     self._end = self._read(self._window)
                     if not self._end:
                         return None

@@ -63,6 +63,36 @@ def test_a_process_joins_again_after_it_left(make_job: MakeJob) -> None:
     job.close()
 
 
+def leave_slowly() -> None:
+    leave = rendezvous.Rendezvous.leave
+
+    def slowly(visit: rendezvous.Rendezvous) -> None:
+        time.sleep(0.5)
+        leave(visit)
+
+    rendezvous.Rendezvous.leave = slowly  # type: ignore[method-assign]
+
+
+def leave_and_join_again(name: str, **options: Any) -> None:
+    rpc.shutdown()
+    rpc.init_rpc(name, **options)
+
+
+def test_who_joins_again_before_rank_0_has_left_meets_it_all_the_same(start: Start) -> None:
+    """Rank 0 has the server of the store: it must not end when rank 0 leaves."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    processes = [start(), start(), start()]
+    processes[0].do(leave_slowly)
+    for work in (init, leave_and_join_again, leave_and_join_again):
+        joining = [
+            process.begin(work, f"w{rank}", rank=rank, world_size=3, init_method=url)
+            for rank, process in enumerate(processes)
+        ]
+        results(joining)
+        assert processes[1].do(call, "w2", functions.who_am_i) == "w2"
+    results([process.begin(rpc.shutdown) for process in processes])
+
+
 def test_workers_come_and_go_without_a_world_size(start: Start) -> None:
     store = serve_store()
     a, b, c = start(), start(), start()

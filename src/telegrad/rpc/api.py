@@ -114,11 +114,14 @@ def init_rpc(
         interrupts.install("job")
         try:
             with room_to("join a job", NEEDED_TO_JOIN):
+                serves = False
                 if store is None:
                     store, rank, world_size = open_store(
                         name, init_method, rank, world_size, join_timeout
                     )
-                visit = Rendezvous(store, name, rank, world_size, join_timeout, life)
+                    # So torch decides on it.
+                    serves = rank == 0
+                visit = Rendezvous(store, name, rank, world_size, join_timeout, life, serves)
                 try:
                     meeting, members = _enter(visit, job_key, host, plaintext, transports, tensors)
                 except BaseException:

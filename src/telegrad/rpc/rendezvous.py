@@ -78,7 +78,11 @@ class Rendezvous:
         world_size: int | None,
         timeout: float,
         life: int | None = None,
+        serves: bool = False,
     ) -> None:
+        """`serves`: the store's server is in this process, and ends with the last that refers to
+        it."""
+        self._serves = serves
         self._world_size = world_size
         self._life = life
         self._name = name
@@ -296,7 +300,8 @@ class Rendezvous:
     def leave(self) -> None:
         """Give the name, or in a job of fixed size the rank, back: another worker may have it.
 
-        The store is let go of here: much refers to this visit, and some of it in cycles.
+        The store is let go of here: much refers to this visit, and some of it in cycles. But who
+        serves it stays for a while, as others may be about to join again.
         """
         with contextlib.suppress(RuntimeError, dist.DistError):
             if self._named:
@@ -304,9 +309,10 @@ class Rendezvous:
                 self._board.store.delete_key(f"name {self.info.name}")
             elif self._world_size is not None:
                 self._whole_board.put(self._visitor, {"process": None})
-        self._board.close()
-        self._whole_board.close()
-        self.store = None
+        if not self._serves:
+            self._board.close()
+            self._whole_board.close()
+            self.store = None
 
     def _look_up(self, who: str | int) -> Member | None:
         try:

@@ -78,7 +78,8 @@ class ValueRequests:
     def _run(self, target: Any, args: Any, kwargs: Any) -> object:
         if self._node.data_only:
             self._node.require_exported(target)
-        self._values.await_confirmed()
+        if self._values.journey.unconfirmed:
+            self._values.await_confirmed()
         self._node.transport.starting(target)
         return as_result(self._node.coroutines, target, target(*args, **kwargs))
 
@@ -154,7 +155,8 @@ class ValueRequests:
         """No thread waits for a value that may never come."""
         node, crossing = self._node, self._node.crossing
         scope = crossing.current()
-        self._values.await_confirmed()
+        if self._values.journey.unconfirmed:
+            self._values.await_confirmed()
 
         def invoke(value: object, finish: Finish) -> None:
             try:

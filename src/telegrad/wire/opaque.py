@@ -9,6 +9,7 @@ objects are counted like any others.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections.abc import Callable, Iterable
@@ -63,7 +64,8 @@ class TreeUnpickler(pickle.Unpickler):
         super().__init__(self.stream, buffers=buffers)
 
     def find_class(self, module: str, name: str) -> Any:
-        imported(module)
+        with contextlib.suppress(Exception):  # pickle says what is wrong with it
+            imported(module)
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> object:

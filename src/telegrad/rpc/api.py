@@ -119,7 +119,7 @@ def init_rpc(
                     store, rank, world_size = open_store(
                         name, init_method, rank, world_size, join_timeout
                     )
-                    # So torch decides on it.
+                    # Torch has that one serve the store, if any worker does.
                     serves = rank == 0
                 visit = Rendezvous(store, name, rank, world_size, join_timeout, life, serves)
                 try:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from telegrad.wire import interrupts
-from telegrad.wire.connection import SMALL_FRAME, Borrowed, LinkClosed
+from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, LinkClosed
 from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, ONE_ROW, head_of
 from telegrad.wire.group import GroupFailed, TensorGroup, Transfer
 from telegrad.wire.lane import Lane, are_large, cut
@@ -96,22 +96,21 @@ class Sending(Outbox):
             size = HEADER_SIZE + total
             if own_memory:
                 whole = b"".join((header, head, note, meta, *inline))
-                if not (later or self._queue or self._writing or self.broken):
-                    # The usual case. `_put` and `_take_turn` would do the same.
-                    self.session.keep(seq, whole, total)
-                    self._ticket = ticket = self._ticket + 1
-                    self.sent_bytes += size
-                    self._writing = True
-                    turn: Turn | None = ([whole], size, ticket)
-                else:
-                    self._put(seq, whole, total, (whole,), size)
-                    turn = None
+                kept: bytes | Borrowed = whole
+                parts: Sequence[Bytes] = (whole,)
             else:
                 start = b"".join((header, head, note, meta))
-                borrowed = Borrowed((start, *inline), _versions(tensors))
-                self._put(seq, borrowed, total, borrowed.parts, size)
-                turn = None
-            if turn is None:
+                kept = Borrowed((start, *inline), _versions(tensors))
+                parts = kept.parts
+            if not (later or self._queue or self._writing or self.broken):
+                # As a rule. `_put` and `_take_turn` would do the same.
+                self.session.keep(seq, kept, total)
+                self._ticket += 1
+                self.sent_bytes += size
+                self._writing = True
+                turn: Turn = (list(parts), size, self._ticket)
+            else:
+                self._put(seq, kept, total, parts, size)
                 if self._writing:
                     if not own_memory or self._queued_bytes > QUEUE_BYTES:
                         self._await_written(self._ticket, deadline)

@@ -60,7 +60,9 @@ def _between() -> None:
         "right after itself": lambda: None,
         "after spinning for 0.2 ms": _spin(0.0002),
         "after spinning for 1 ms": _spin(0.001),
+        "after spinning for 8 ms": _spin(0.008),
         "after sleeping for 1 ms": lambda: time.sleep(0.001),
+        "after sleeping for 8 ms": lambda: time.sleep(0.008),
     }
     for where, wait in waits.items():
         for _ in range(TIMES):

@@ -6,6 +6,7 @@ import pickle
 import random
 import resource
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn, optim
 from telegrad import autograd, checkpoint, rpc
 from telegrad.checkpoint import CheckpointError
 from telegrad.nn import RemoteModule
-from telegrad.optim import DistributedOptimizer
+from telegrad.optim import DistributedOptimizer, GradScaler
 from tests.nn import modules
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -193,3 +194,140 @@ def test_parameters_of_one_name_in_two_groups_are_kept_apart(tmp_path: Path) -> 
     checkpoint.save(tmp_path, {"optimizer": first})
     checkpoint.load(tmp_path, {"optimizer": second})
     torch.testing.assert_close(second.state_dict()["state"], first.state_dict()["state"])
+
+
+KEPT: dict[str, Any] = {
+    "milestones": Counter({2: 1, 4: 1}),
+    "mixed": {1: 2, "1": 3, (2, 3): {}},
+    "empty": {},
+    "deep": [{"a": {}}, {}],
+    "ordered": OrderedDict(b=1, a=OrderedDict()),
+}
+
+
+def test_containers_come_back_as_they_were(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, KEPT)
+    loaded = checkpoint.load(tmp_path, dict.fromkeys(KEPT))
+    assert loaded == KEPT
+    for name, value in KEPT.items():
+        assert type(loaded[name]) is type(value)
+    assert type(loaded["ordered"]["a"]) is OrderedDict
+
+
+def test_a_schedule_and_an_optimizer_of_torch_go_on_where_they_were(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Linear, optim.Adam, optim.lr_scheduler.MultiStepLR]:
+        torch.manual_seed(0)
+        layer = nn.Linear(2, 2)
+        optimizer = optim.Adam(layer.parameters(), lr=1.0)
+        return layer, optimizer, optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    def go(layer: nn.Linear, optimizer: optim.Adam, schedule: Any) -> list[float]:
+        rates = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    before = made()
+    go(*before)
+    names = ("layer", "optimizer", "schedule")
+    checkpoint.save(tmp_path, dict(zip(names, before, strict=True)))
+    expected = go(*before)
+    after = made()
+    checkpoint.load(tmp_path, dict(zip(names, after, strict=True)))
+    assert go(*after) == expected
+    torch.testing.assert_close(dict(after[0].state_dict()), dict(before[0].state_dict()))
+
+
+def test_what_is_switched_off_can_be_loaded_again(tmp_path: Path) -> None:
+    for scaler in (GradScaler(enabled=False), torch.amp.GradScaler("cpu", enabled=False)):
+        checkpoint.save(tmp_path, {"scaler": scaler})
+        checkpoint.load(tmp_path, {"scaler": scaler})
+
+
+def test_an_optimizer_that_the_checkpoint_lacks_keeps_its_state(tmp_path: Path) -> None:
+    layers, optimizer = trained()
+    checkpoint.save(tmp_path, layers)
+    before = optimizer.state_dict()
+    checkpoint.load(tmp_path, {**layers, "optimizer": optimizer}, strict=False)
+    torch.testing.assert_close(optimizer.state_dict()["state"], before["state"])
+    assert len(before["state"]) == 4
+
+
+def test_a_group_gets_the_options_of_the_group_with_the_same_parameters(tmp_path: Path) -> None:
+    one, two = linear("worker1", 0), linear("worker2", 1)
+    modules_of_both = {"one": one, "two": two}
+    groups = [{"params": one, "lr": 0.5}, {"params": two, "lr": 0.0}]
+    saved = DistributedOptimizer(optim.SGD, groups, lr=1.0)
+    checkpoint.save(tmp_path, {**modules_of_both, "optimizer": saved})
+    other_order = DistributedOptimizer(optim.SGD, [{"params": two}, {"params": one}], lr=1.0)
+    checkpoint.load(tmp_path, {**modules_of_both, "optimizer": other_order})
+    assert [group["lr"] for group in other_order.param_groups] == [0.0, 0.5]
+
+    (weight, bias) = (rref for _, rref in one.named_parameters())
+    others = [{"params": [weight]}, {"params": [bias, *two.parameters()]}]
+    regrouped = DistributedOptimizer(optim.SGD, others, lr=1.0)
+    with pytest.raises(CheckpointError, match=r"no parameter group .* one\.weight: form"):
+        checkpoint.load(tmp_path, {**modules_of_both, "optimizer": regrouped})
+    checkpoint.load(tmp_path, {**modules_of_both, "optimizer": regrouped}, strict=False)
+    assert [group["lr"] for group in regrouped.param_groups] == [1.0, 1.0]
+
+
+class Dotted(optim.SGD):
+    """Has state under a name with a dot."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["ema.slow"] = parameter.detach().clone()
+        return super().step(closure)
+
+
+def test_state_under_a_name_with_a_dot_is_loaded_too(tmp_path: Path) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    saved, other = (DistributedOptimizer(Dotted, [weight], lr=0.1) for _ in range(2))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [weight.sum()])
+        saved.step(context_id)
+    checkpoint.save(tmp_path, {"optimizer": saved})
+    checkpoint.load(tmp_path, {"optimizer": other})
+    torch.testing.assert_close(other.state_dict()["state"][0]["ema.slow"], torch.ones(2))
+
+
+class Stubborn(nn.Module):
+    """Gives a state that it does not take."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        raise ArithmeticError("not this one")
+
+
+def test_a_module_that_refuses_its_state_is_named_with_its_worker(tmp_path: Path) -> None:
+    contents = {"stubborn": RemoteModule("worker1", Stubborn)}
+    checkpoint.save(tmp_path, contents)
+    with pytest.raises(CheckpointError, match=r"stubborn on worker 'worker1' does not take .* not"):
+        checkpoint.load(tmp_path, contents)
+
+
+def test_what_has_no_place_in_a_checkpoint_is_named(tmp_path: Path) -> None:
+    lazy = nn.LazyLinear(2)
+    with pytest.raises(CheckpointError, match=r"'main' could not .*lazy\.weight has no shape yet"):
+        checkpoint.save(tmp_path, {"lazy": lazy})
+    sparse = nn.Module()
+    sparse.register_buffer("edges", torch.eye(2).to_sparse())
+    with pytest.raises(CheckpointError, match=r"graph\.edges is a tensor of the layout"):
+        checkpoint.save(tmp_path, {"graph": sparse})
+
+
+def test_files_of_others_stay_where_they_are(tmp_path: Path) -> None:
+    for _ in range(2):
+        checkpoint.save(tmp_path, {"value": 1})
+        (tmp_path / "mine.distcp").write_bytes(b"mine")
+    checkpoint.save(tmp_path, {"value": 1})
+    assert (tmp_path / "mine.distcp").read_bytes() == b"mine"
+    assert len(files(tmp_path)) == 3

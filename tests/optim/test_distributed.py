@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
-from telegrad.optim import DistributedOptimizer
+from telegrad.optim import DistributedOptimizer, OptimizerError
 from telegrad.rpc.node import current_node
 from tests.optim.models import Local, Spread, batches, loss_of
 
@@ -193,6 +193,15 @@ def test_schedulers_change_the_options_on_every_owner(make: Any) -> None:
     assert_same_state(spread, local)
 
 
+def test_the_order_of_a_norm_may_be_told_in_a_word_as_in_torch() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
+        by_word = optimizer.clip_grad_norm_(context_id, 1e9, "inf")  # type: ignore[arg-type]
+        assert by_word == optimizer.clip_grad_norm_(context_id, 1e9, float("inf"))
+
+
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_the_norm_that_clips_is_that_of_all_workers(norm_type: float) -> None:
     local, spread = Local(), Spread()
@@ -290,8 +299,107 @@ def test_zero_grad_drops_what_was_accumulated() -> None:
         autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
         optimizer.accumulate(context_id)
     optimizer.zero_grad()
-    optimizer.step()
+    with pytest.raises(OptimizerError, match="nothing to apply"):
+        optimizer.step()
+    with autograd.context() as context_id:
+        optimizer.step(context_id)
     torch.testing.assert_close(dict(spread.state_dict()), dict(before))
+
+
+def test_the_gradients_of_a_context_never_count_twice() -> None:
+    spread, twin = Spread(), Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    expected = DistributedOptimizer(optim.SGD, twin, lr=0.1)
+    (batch,) = batches(1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batch)])
+        optimizer.accumulate(context_id)
+        asked: list[Any] = [
+            lambda: optimizer.accumulate(context_id),
+            lambda: optimizer.step(context_id),
+            lambda: optimizer.clip_grad_norm_(context_id, 1.0),
+            lambda: optimizer.clip_grad_value_(context_id, 1.0),
+        ]
+        for ask in asked:
+            with pytest.raises(OptimizerError, match="would count twice"):
+                ask()
+        optimizer.step()
+        optimizer.accumulate(context_id)
+        optimizer.zero_grad()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(twin, batch)])
+        expected.step(context_id)
+    assert_same_state(spread, twin)
+
+
+def test_a_step_without_a_context_says_what_is_missing() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
+        with pytest.raises(OptimizerError, match="give it the id of the context"):
+            optimizer.step()
+
+
+class Tied(nn.Module):
+    """Two layers on one worker that share their weight, which this process cannot see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = RemoteModule("worker1", shared_layer)
+        self.two = RemoteModule("worker1", shared_layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.two(self.one.lazy(x))
+        return result
+
+
+_shared: list[nn.Linear] = []
+
+
+def shared_layer() -> nn.Linear:
+    if not _shared:
+        torch.manual_seed(0)
+        _shared.append(nn.Linear(3, 3, bias=False))
+    layer = nn.Linear(3, 3, bias=False)
+    layer.weight = _shared[0].weight
+    return layer
+
+
+@pytest.mark.parametrize("given", ["parent", "list"])
+def test_a_weight_that_two_remote_modules_share_is_stepped_once(given: str) -> None:
+    model = Tied()
+    weight = model.one.state_dict()["weight"].clone().requires_grad_()
+    params = model if given == "parent" else [model.one, model.two]
+    optimizer = DistributedOptimizer(optim.SGD, params, lr=0.5, momentum=0.9)
+    plain = optim.SGD([weight], lr=0.5, momentum=0.9)
+    x = torch.ones(2, 3)
+    for _ in range(2):
+        plain.zero_grad()
+        nn.functional.linear(nn.functional.linear(x, weight), weight).sum().backward()
+        plain.step()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [model(x).sum()])
+            optimizer.step(context_id)
+    torch.testing.assert_close(model.two.state_dict()["weight"], weight.detach())
+
+
+def test_hooks_of_the_state_run_as_in_torch() -> None:
+    told: list[str] = []
+    optimizer = DistributedOptimizer(optim.SGD, Spread(), lr=0.1)
+    plain = optim.SGD(Local().parameters(), lr=0.1)
+    for each in (plain, optimizer):
+        each.register_state_dict_pre_hook(lambda _: told.append("before saving"))
+        each.register_state_dict_post_hook(lambda _, state: {**state, "note": 1})
+        each.register_load_state_dict_pre_hook(
+            lambda _, state: told.append(f"before loading {state.pop('note')}")
+        )
+        each.register_load_state_dict_post_hook(lambda _: told.append("after loading"))
+        state = each.state_dict()
+        each.load_state_dict(state)
+        assert state["note"] == 1
+    assert told[:3] == ["before saving", "before loading 1", "after loading"]
+    assert told[3:] == told[:3]
 
 
 def test_a_step_neither_uses_nor_changes_grad() -> None:

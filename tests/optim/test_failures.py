@@ -241,6 +241,51 @@ def test_an_atomic_step_that_fails_keeps_what_was_accumulated_and_how_to_clip_it
     torch.testing.assert_close(dict(spread.state_dict()), dict(twin.state_dict()))
 
 
+class WithMaster(FailsOnOrder):
+    """Keeps a copy of each parameter in single precision, and counts where nobody looks."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("master", parameter.detach().float() + 1e-4).add_(1e-4)
+        return super().step(closure)
+
+
+def masters(part: rpc.RRef[Any]) -> Any:
+    optimizer = part.local_value()._optimizer
+    states = [state["master"].clone() for state in optimizer.state.values()]
+    return states, optimizer.param_groups[0]["count"]
+
+
+@pytest.mark.usefixtures("worker2_fails")
+def test_state_that_has_another_dtype_than_its_parameter_is_put_back_as_it_was() -> None:
+    spread = Spread().bfloat16()
+    optimizer = DistributedOptimizer(WithMaster, spread, lr=0.1, atomic=True)
+    rpc.rpc_sync("worker2", set_failing, (False,))
+    (x, y) = batches(1)[0]
+    batch = (x.bfloat16(), y.bfloat16())
+    for fails in (False, True):
+        rpc.rpc_sync("worker2", set_failing, (fails,))
+        before = rpc.rpc_sync("worker1", masters, (optimizer.parts["worker1"],)) if fails else None
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [loss_of(spread, batch)])
+            if fails:
+                with pytest.raises(StepFailed, match="No worker kept the step"):
+                    optimizer.step(context_id)
+            else:
+                optimizer.step(context_id)
+    after = rpc.rpc_sync("worker1", masters, (optimizer.parts["worker1"],))
+    assert after[0][0].dtype == torch.float32
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_set_of_parameters_is_refused_as_in_torch() -> None:
+    with pytest.raises(TypeError, match="no order"):
+        DistributedOptimizer(optim.SGD, set(nn.Linear(2, 2).parameters()), lr=0.1)
+
+
 pause = 0.0
 
 
@@ -286,14 +331,17 @@ def test_an_atomic_step_of_which_nobody_knows_bars_the_next() -> None:
     node = current_node()
     usual, node.timeout = node.timeout, 0.2
     try:
-        with pytest.raises(StepFailed, match="load a checkpoint") as info:
-            optimizer.step()
+        with (
+            autograd.context() as context_id,
+            pytest.raises(StepFailed, match="load a checkpoint") as info,
+        ):
+            optimizer.step(context_id)
     finally:
         node.timeout = usual
     assert not info.value.undone
     rpc.rpc_sync("worker2", set_pause, (0.0,))
     with pytest.raises(OptimizerError, match="load a checkpoint or a state_dict"):
-        optimizer.step()
+        one_step(spread, optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     one_step(spread, optimizer)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from telegrad import autograd
+from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
-from telegrad.optim import DistributedOptimizer, GradScaler, OptimizerError
+from telegrad.optim import DistributedOptimizer, GradScaler, OptimizerError, StepFailed
 from tests.optim.models import Local, Spread, batches, loss_of
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -139,3 +140,66 @@ def test_an_optimizer_of_torch_is_referred_to_the_scaler_of_torch() -> None:
     plain = optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     with pytest.raises(TypeError, match=r"for SGD there is torch\.amp\.GradScaler"):
         GradScaler().step(plain)  # type: ignore[arg-type]
+
+
+failing = False
+
+
+def set_failing(fail: bool) -> None:
+    global failing
+    failing = fail
+
+
+class FailsOnOrder(optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if failing:
+            raise ArithmeticError("told to fail")
+        return super().step(closure)
+
+
+def test_a_step_that_was_undone_can_be_tried_again_and_is_not_unscaled_again() -> None:
+    spread, twin = Spread(), Spread()
+    optimizer = DistributedOptimizer(FailsOnOrder, spread, lr=0.1, atomic=True)
+    expected = DistributedOptimizer(optim.SGD, twin, lr=0.1)
+    scaler = GradScaler(init_scale=4.0)
+    (batch,) = batches(1)
+    rpc.rpc_sync("worker2", set_failing, (True,))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [scaler.scale(loss_of(spread, batch))])
+        with pytest.raises(StepFailed, match="No worker kept the step"):
+            scaler.step(optimizer, context_id)
+        rpc.rpc_sync("worker2", set_failing, (False,))
+        assert scaler.step(optimizer, context_id)
+    scaler.update()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(twin, batch)])
+        expected.step(context_id)
+    torch.testing.assert_close(dict(spread.state_dict()), dict(twin.state_dict()))
+
+
+def test_each_update_belongs_to_a_step_and_each_step_to_an_update() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    scaler = GradScaler(init_scale=4.0)
+    with pytest.raises(OptimizerError, match="comes after step"):
+        scaler.update()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [scaler.scale(loss_of(spread, batches(1)[0]))])
+        scaler.step(optimizer, context_id)
+        with pytest.raises(OptimizerError, match="already been called"):
+            scaler.step(optimizer, context_id)
+        scaler.update()
+        scaler.update(8.0)
+    assert scaler.get_scale() == 8.0
+
+
+def test_what_torchs_scaler_can_be_asked_this_one_can_be_too() -> None:
+    scaler, plain = GradScaler("cpu", 4.0), torch.amp.GradScaler("cpu", 4.0)
+    for name in (name for name in dir(plain) if not name.startswith("_")):
+        assert hasattr(scaler, name), name
+    for name in ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval"):
+        assert getattr(scaler, name)() == getattr(plain, name)()
+    half = torch.tensor(2.0, dtype=torch.float16)
+    assert scaler.scale(half).dtype == plain.scale(half).dtype == torch.float32
+    with pytest.raises(OptimizerError, match="not enabled"):
+        scaler.load_state_dict(GradScaler(enabled=False).state_dict())

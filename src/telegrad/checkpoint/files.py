@@ -27,7 +27,8 @@ from telegrad.checkpoint.errors import CheckpointError
 METADATA = ".metadata"
 PENDING = ".pending-"
 _LOCK = ".lock"
-_OURS = re.compile(r"[0-9a-f]{12}_\d+_\d+\.distcp")
+_OURS = r"[0-9a-f]{12}_\d+_\d+\.distcp"
+_TORCHS = r"__\d+_\d+\.distcp"
 _PIECE = 1 << 20
 
 Place = tuple[str, int]
@@ -103,8 +104,9 @@ def remove_leftovers(directory: Path) -> None:
         except CheckpointError:
             return
         mentioned = {info.relative_path for info in metadata.storage_data.values()}
+    leftover = re.compile(f"{_OURS}|{_TORCHS}" if mentioned else _OURS)
     for file in directory.glob("*.distcp"):
-        if file.name not in mentioned and (mentioned or _OURS.fullmatch(file.name)):
+        if file.name not in mentioned and leftover.fullmatch(file.name):
             with suppress(OSError):
                 file.unlink()
     for pending in directory.glob(f"{PENDING}*"):

@@ -2,7 +2,8 @@
 
 Each worker asks for the names of what lives there now, whoever wrote them. It reads into fresh
 tensors; when every worker has read, all take over what they read. So a checkpoint that is damaged
-or does not fit leaves the job as it was.
+or does not fit leaves the job as it was. What can still fail then is code of the job itself: a
+module, or whatever has a `load_state_dict`, that does not take what was saved under its name.
 
 A checkpoint is made of pickles, as torch makes them: load only what you trust.
 """
@@ -34,17 +35,25 @@ from telegrad.checkpoint.files import (
     read_metadata,
 )
 from telegrad.checkpoint.parts import (
+    REFUSES,
+    ParameterNames,
     Part,
     Table,
     apply,
     check_contents,
     divide,
     driver_objects,
+    lead_of,
+    members_of_groups,
+    merged,
+    named,
     optimizer_names,
+    state_lead,
     table_of,
 )
 from telegrad.checkpoint.saving import DEFAULT_TIMEOUT
 from telegrad.optim.distributed import DistributedOptimizer
+from telegrad.optim.options import Options
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 from telegrad.rpc.outside import outside_of_graphs
 
@@ -70,16 +79,23 @@ def load(
     """
     check_contents(contents)
     directory = Path(path).absolute()
-    own, others, values = _staged(directory, contents, strict, timeout)
-    for future in [rref.rpc_async(timeout).apply() for rref in others]:
-        future.wait()
-    own.apply()
-    return _restore(contents, values)
+    own, others, values, options = _staged(directory, contents, strict, timeout)
+    applying = [rref.rpc_async(timeout).apply() for rref in others]
+    try:
+        own.apply()
+    finally:
+        torch.futures.wait_all(applying)
+    return _restore(contents, values, options)
+
+
+Loaded = tuple["Staged", list[RRef["Staged"]], Table, dict[str, dict[int, Options]]]
+"""The part of this worker and those of others, the driver's values, and of each optimizer that the
+checkpoint knows the options of its groups."""
 
 
 def _staged(
     directory: Path, contents: Mapping[str, object], strict: bool, timeout: float
-) -> tuple[Staged, list[RRef[Staged]], Table]:
+) -> Loaded:
     """Everything, read and not yet taken over.
 
     A save that ends meanwhile removes the files of the checkpoint that was there before. Then the
@@ -106,22 +122,28 @@ def _state(directory: Path) -> tuple[int, int] | None:
 
 def _stage_all(
     directory: Path, contents: Mapping[str, object], strict: bool, timeout: float
-) -> tuple[Staged, list[RRef[Staged]], Table]:
+) -> Loaded:
     metadata = read_metadata(directory)
     stored = Stored(str(directory), metadata, noted_checksums(metadata))
-    if strict:
-        _check_groups(contents, metadata)
     here = get_worker_info().name
     parts = divide(contents)
     others = [worker for worker in parts if worker != here]
     reading = [rpc_async(w, _stage, (parts[w], stored, strict), timeout=timeout) for w in others]
-    objects = driver_objects(contents)
     own = Staged(parts[here], stored, strict)
-    values = _read(stored, _wanted_objects(objects, contents, metadata, strict))
+    optimizers = _optimizers(contents)
+    values = _read(stored, _wanted_objects(driver_objects(contents), optimizers, metadata, strict))
+    stored_groups = _stored_groups(stored, optimizers)
     answers = [future.wait() for future in reading]
+    names = merged([own.names, *(answer for _, answer in answers)])
     if strict:
-        _check_states(contents, metadata, [own.optimizer_names, *(names for _, names in answers)])
-    return own, [rref for rref, _ in answers], values
+        _check_states(metadata, names)
+    own_groups = members_of_groups(contents, names)
+    options = {
+        name: _options_for(name, optimizer, stored_groups[name], own_groups, strict)
+        for name, optimizer in optimizers.items()
+        if stored_groups[name] or strict
+    }
+    return own, [rref for rref, _ in answers], values, options
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,61 +170,114 @@ class Staged:
     def __init__(self, part: Part, stored: Stored, strict: bool) -> None:
         self._part = part
         metadata = stored.metadata
-        self.optimizer_names = [
-            prefix for name in part.optimizers for prefix in optimizer_names(name, part).values()
-        ]
-        """Under what the optimizers of this worker have their state."""
+        self.names = optimizer_names(part)
+        self._known = [name for name in self.names if _knows(metadata, name)]
         fitting = table_of(part)
-        optimizers = [f"{name}.state." for name in part.optimizers]
-        required = {n: v for n, v in fitting.items() if not n.startswith(tuple(optimizers))}
+        optimizers = tuple(f"{name}.state." for name in self.names)
+        required = [n for n in fitting if not n.startswith(optimizers)]
         names = [*_present(required, metadata, strict), *self._optimizer_keys(metadata)]
         self._table = _read(stored, names)
         _check_shapes(fitting, self._table)
 
     def _optimizer_keys(self, metadata: Metadata) -> list[str]:
         """What there is of the state of this worker's parameters; a fresh optimizer has none."""
-        prefixes = set(self.optimizer_names)
-        return [key for key in metadata.state_dict_metadata if key.rpartition(".")[0] in prefixes]
+        leads = _leads(self.names)
+        return [key for key in metadata.state_dict_metadata if lead_of(key, leads)]
 
     def apply(self) -> None:
-        apply(self._part, self._table)
+        apply(self._part, self._table, self._known)
 
 
-def _stage(part: Part, stored: Stored, strict: bool) -> tuple[RRef[Staged], list[str]]:
+def _stage(part: Part, stored: Stored, strict: bool) -> tuple[RRef[Staged], ParameterNames]:
     staged = Staged(part, stored, strict)
-    return RRef(staged), staged.optimizer_names
+    return RRef(staged), staged.names
+
+
+def _leads(names: ParameterNames) -> set[str]:
+    return {state_lead(name, each) for name, known in names.items() for each in known.values()}
+
+
+def _knows(metadata: Metadata, optimizer: str) -> bool:
+    """Whether a checkpoint has anything of an optimizer; of one that never stepped, its options."""
+    leads = (f"{optimizer}.param_groups.", f"{optimizer}.state.")
+    return any(key.startswith(leads) for key in metadata.state_dict_metadata)
 
 
 def _optimizers(contents: Mapping[str, object]) -> dict[str, DistributedOptimizer]:
     return {n: c for n, c in contents.items() if isinstance(c, DistributedOptimizer)}
 
 
-def _check_groups(contents: Mapping[str, object], metadata: Metadata) -> None:
-    for name, optimizer in _optimizers(contents).items():
-        keys = [k for k in metadata.state_dict_metadata if k.startswith(f"{name}.param_groups.")]
-        groups = {key.removeprefix(f"{name}.param_groups.").partition(".")[0] for key in keys}
-        if len(groups) != len(optimizer.param_groups):
+def _stored_groups(
+    stored: Stored, optimizers: Iterable[str]
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """The groups of each optimizer as they were saved: options, and the names of parameters."""
+    keys = {
+        name: [k for k in stored.metadata.state_dict_metadata if k.startswith(_groups_of(name))]
+        for name in optimizers
+    }
+    values = _read(stored, [key for found in keys.values() for key in found])
+    groups: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in keys}
+    for name, found in keys.items():
+        for key in found:
+            index, _, option = key.removeprefix(_groups_of(name)).partition(".")
+            groups[name].setdefault(int(index), {})[option] = values[key]
+    return groups
+
+
+def _groups_of(optimizer: str) -> str:
+    return f"{optimizer}.param_groups."
+
+
+def _options_for(
+    name: str,
+    optimizer: DistributedOptimizer,
+    stored: dict[int, dict[str, Any]],
+    own_members: Table,
+    strict: bool,
+) -> dict[int, Options]:
+    """The options of each group of an optimizer, from the group that has the same parameters.
+
+    What the checkpoint lacks keeps the value it has here. One that torch wrote does not say which
+    parameters a group has: then groups are counted.
+    """
+    own = optimizer.options()
+    if strict and len(stored) != len(own):
+        raise CheckpointError(
+            f"The checkpoint has {len(stored) or 'no'} parameter groups of an optimizer under the "
+            f"name {name}, but the one that is to be loaded has {len(own)}."
+        )
+    found: dict[int, Options] = {}
+    for index, known in enumerate(own):
+        members = sorted(own_members[f"{_groups_of(name)}{index}.params"])
+        fitting = [
+            group
+            for place, group in stored.items()
+            if (sorted(group["params"]) == members if "params" in group else place == index)
+        ]
+        if fitting:
+            found[index] = {option: fitting[0][option] for option in known if option in fitting[0]}
+        elif strict:
             raise CheckpointError(
-                f"The checkpoint has {len(groups) or 'no'} parameter groups of an optimizer under "
-                f"the name {name}, but the one that is to be loaded has "
-                f"{len(optimizer.param_groups)}."
+                f"The checkpoint has no parameter group of the optimizer {name} with just the "
+                f"parameters {_listed(members)}: form the groups as they were saved, or load with "
+                "strict=False, which leaves the options of such a group as they are."
             )
+    return found
 
 
-def _check_states(
-    contents: Mapping[str, object], metadata: Metadata, answers: list[list[str]]
-) -> None:
+def _check_states(metadata: Metadata, names: ParameterNames) -> None:
     """A parameter that never had a gradient has no state. But if there is state for which there is
     no parameter, too, then the names are others."""
-    wanted = {name for answer in answers for name in answer}
-    for name in _optimizers(contents):
-        lead = f"{name}.state."
-        stored = {k.rpartition(".")[0] for k in metadata.state_dict_metadata if k.startswith(lead)}
-        lacking = sorted(n for n in wanted - stored if n.startswith(lead))
-        if lacking and stored - wanted:
+    for name, parameters in names.items():
+        leads = _leads({name: parameters})
+        keys = [k for k in metadata.state_dict_metadata if k.startswith(f"{name}.state.")]
+        found = {key: lead_of(key, leads) for key in keys}
+        strangers = sorted(key for key, lead in found.items() if not lead)
+        lacking = sorted(leads - set(found.values()))
+        if lacking and strangers:
             raise CheckpointError(
                 f"The checkpoint has nothing under the names {_listed(lacking)}, but under "
-                f"{_listed(sorted(stored - wanted))}. Parameters of an optimizer are named after "
+                f"{_listed(strangers)}. Parameters of an optimizer are named after "
                 "the modules of the checkpoint: load these together with it, under the names under "
                 "which they were saved, or load with strict=False."
             )
@@ -225,17 +300,11 @@ def _listed(names: list[str]) -> str:
 
 
 def _wanted_objects(
-    objects: Table, contents: Mapping[str, object], metadata: Metadata, strict: bool
+    objects: Table, optimizers: Iterable[str], metadata: Metadata, strict: bool
 ) -> list[str]:
-    """The driver's names; an option that the checkpoint lacks keeps the value it has here."""
-    optimizers = tuple(
-        f"{name}.param_groups."
-        for name, content in contents.items()
-        if isinstance(content, DistributedOptimizer)
-    )
-    options = [name for name in objects if name.startswith(optimizers)] if optimizers else []
-    required = [name for name in objects if name not in options]
-    return [*_present(required, metadata, strict), *_present(options, metadata, strict=False)]
+    """The driver's names, but for the options of optimizers."""
+    options = tuple(map(_groups_of, optimizers))
+    return _present([n for n in objects if not n.startswith(options)], metadata, strict)
 
 
 def _read(stored: Stored, names: Iterable[str]) -> Table:
@@ -275,25 +344,20 @@ def _check_shapes(fitting: Table, loaded: Table) -> None:
             )
 
 
-def _restore(contents: Mapping[str, object], values: Table) -> dict[str, Any]:
+def _restore(
+    contents: Mapping[str, object], values: Table, options: Mapping[str, Mapping[int, Options]]
+) -> dict[str, Any]:
     """Bring the driver's own objects to what was saved; returns the plain values."""
     plain: dict[str, Any] = {}
     for name, content in contents.items():
         if isinstance(content, DistributedOptimizer):
-            content.resume(_options_below(f"{name}.param_groups.", values))
+            if name in options:
+                content.resume(options[name])
         elif name in values:
             restore = getattr(content, "load_state_dict", None)
             if restore is None:
                 plain[name] = values[name]
             else:
-                restore(values[name])
+                with named(name, REFUSES):
+                    restore(values[name])
     return plain
-
-
-def _options_below(prefix: str, values: Table) -> dict[int, dict[str, Any]]:
-    options: dict[int, dict[str, Any]] = {}
-    for name, value in values.items():
-        if name.startswith(prefix):
-            index, _, key = name.removeprefix(prefix).partition(".")
-            options.setdefault(int(index), {})[key] = value
-    return options

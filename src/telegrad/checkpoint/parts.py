@@ -8,6 +8,7 @@ parameters, by the names that they have in the modules of the same checkpoint:
     encoder.weight                              of a module called "encoder"
     optimizer.state.encoder.weight.exp_avg      of an optimizer called "optimizer"
     optimizer.param_groups.0.lr
+    optimizer.param_groups.0.params             the names of the group's parameters
     schedule                                    what has a state_dict, or is a plain value
 
 Each worker makes its own part of the table from what lives there. The driver's part has, besides
@@ -16,7 +17,8 @@ its own modules, the options of optimizers and all that is neither module nor op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,22 +108,37 @@ def table_of(part: Part) -> Table:
     """On the worker: names and values of its part."""
     table: Table = {}
     for name, module in _modules(part).items():
-        with leaving_out_remote_modules():
+        with leaving_out_remote_modules(), named(name, "gives no state that could be saved"):
             state = module.state_dict()
         table = joined(table, {f"{name}.{key}": value for key, value in state.items()})
-    for name, rref in part.optimizers.items():
-        optimizer, names = rref.local_value(), optimizer_names(name, part)
-        for index, kept in optimizer.state().items():
-            table = joined(table, {f"{names[index]}.{key}": v for key, v in kept.items()})
+    for name, names in optimizer_names(part).items():
+        for index, kept in part.optimizers[name].local_value().state().items():
+            lead = state_lead(name, names[index])
+            table = joined(table, {f"{lead}{key}": value for key, value in kept.items()})
     return table
+
+
+@contextmanager
+def named(name: str, what: str) -> Iterator[None]:
+    """Errors of the user's own code are told with what they are about."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} on worker {get_worker_info().name!r} {what}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _modules(part: Part) -> dict[str, nn.Module]:
     return {name: rref.local_value().module for name, rref in part.modules.items()}
 
 
-def optimizer_names(name: str, part: Part) -> dict[int, str]:
-    """Under what an optimizer's state of each parameter is kept, by the parameter's index."""
+ParameterNames = dict[str, dict[int, str]]
+"""By the name of an optimizer, the names of its parameters by their indices."""
+
+
+def optimizer_names(part: Part) -> ParameterNames:
+    """How the parameters of a worker's optimizers are called in the checkpoint."""
     known: dict[Tensor, str] = {}
     for module_name, module in _modules(part).items():
         with leaving_out_remote_modules():
@@ -129,15 +146,46 @@ def optimizer_names(name: str, part: Part) -> dict[int, str]:
                 if not isinstance(child, RemoteModule):
                     known.update({p: n for n, p in child.named_parameters(path, recurse=False)})
     return {
-        member.index: f"{name}.state.{known.get(parameter, member.name)}"
-        for member, parameter in part.optimizers[name].local_value().named_parameters()
+        name: {
+            member.index: known.get(parameter, member.name)
+            for member, parameter in rref.local_value().named_parameters()
+        }
+        for name, rref in part.optimizers.items()
     }
 
 
-def apply(part: Part, table: Mapping[str, Any]) -> None:
-    """On the worker: take over what was loaded for its part."""
+def state_lead(optimizer: str, parameter: str) -> str:
+    """What the names of an optimizer's state of a parameter begin with."""
+    return f"{optimizer}.state.{parameter}."
+
+
+def members_of_groups(contents: Mapping[str, object], names: ParameterNames) -> Table:
+    """The names of the parameters in each group of each optimizer, by the name of the list."""
+    return {
+        f"{name}.param_groups.{index}.params": [names[name][m] for m in members if m in names[name]]
+        for name, content in contents.items()
+        if isinstance(content, DistributedOptimizer)
+        for index, members in enumerate(content.members())
+    }
+
+
+def merged(answers: Iterable[ParameterNames]) -> ParameterNames:
+    """The names of all workers in one."""
+    names: ParameterNames = {}
+    for answer in answers:
+        for optimizer, parameters in answer.items():
+            names.setdefault(optimizer, {}).update(parameters)
+    return names
+
+
+def apply(part: Part, table: Mapping[str, Any], known: Collection[str]) -> None:
+    """On the worker: take over what was loaded for its part.
+
+    Of the optimizers only those that are `known` to the checkpoint: what it has for them, which may
+    be nothing, is all that they keep.
+    """
     for name, module in _modules(part).items():
-        with leaving_out_remote_modules():
+        with leaving_out_remote_modules(), named(name, REFUSES):
             state = module.state_dict()  # Says in which version it is, which a plain dict does not.
             for key in list(state):
                 if f"{name}.{key}" in table:
@@ -145,14 +193,25 @@ def apply(part: Part, table: Mapping[str, Any]) -> None:
                 else:
                     del state[key]
             module.load_state_dict(state, strict=False)
-    for name, rref in part.optimizers.items():
-        names = optimizer_names(name, part)
-        kept = {index: dict(_state_below(prefix, table)) for index, prefix in names.items()}
-        rref.local_value().load_state({index: one for index, one in kept.items() if one}, {})
+    for name, names in optimizer_names(part).items():
+        if name in known:
+            leads = {state_lead(name, parameter): index for index, parameter in names.items()}
+            state_of: dict[int, dict[str, Any]] = {}
+            for key, value in table.items():
+                if lead := lead_of(key, leads):
+                    state_of.setdefault(leads[lead], {})[key.removeprefix(lead)] = value
+            with named(name, REFUSES):
+                part.optimizers[name].local_value().load_state(state_of, {})
 
 
-def _state_below(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        rest = key.removeprefix(f"{prefix}.")
-        if rest != key and "." not in rest:
-            yield rest, value
+REFUSES = "does not take what was saved, and the job may now be loaded in part"
+
+
+def lead_of(key: str, leads: Collection[str]) -> str:
+    """The longest of the leads with which a name begins; keys of state may have dots, too."""
+    rest = key
+    while rest:
+        rest = rest[: rest.rfind(".", 0, len(rest) - 1) + 1]
+        if rest in leads:
+            return rest
+    return ""

@@ -26,12 +26,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.nn.parameter import is_lazy
 
 from telegrad.checkpoint.errors import CheckpointError
 from telegrad.checkpoint.files import (
@@ -45,15 +47,19 @@ from telegrad.checkpoint.files import (
     sync_directory,
 )
 from telegrad.checkpoint.parts import (
+    ParameterNames,
     Part,
     Table,
     check_contents,
     divide,
     driver_objects,
     joined,
+    members_of_groups,
+    merged,
+    optimizer_names,
     table_of,
 )
-from telegrad.rpc import RRef, get_worker_info, rpc_async
+from telegrad.rpc import RRef, WorkerLost, get_worker_info, rpc_async
 from telegrad.rpc.outside import outside_of_graphs
 
 DEFAULT_TIMEOUT = 600.0
@@ -68,7 +74,7 @@ class FilePrefix:
 
 def whole_values_planner() -> DefaultSavePlanner:
     """A planner that leaves containers whole: their items have no names of their own."""
-    return DefaultSavePlanner(flatten_state_dict=False)
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 class PartWriter:
@@ -83,6 +89,9 @@ class PartWriter:
         self._writer.set_up_storage_writer(is_coordinator=False)
 
     def plan(self) -> SavePlan:
+        for name, value in self._table.items():
+            if isinstance(value, Tensor):
+                _check_storable(name, value)
         return self._planner.create_local_plan()
 
     def write(self, plan: SavePlan) -> Written:
@@ -115,6 +124,17 @@ class Written:
     checksums: Checksums
 
 
+def _check_storable(name: str, tensor: Tensor) -> None:
+    """That the format has a place for a tensor."""
+    if is_lazy(tensor):
+        raise CheckpointError(f"{name} has no shape yet: run its module once before it is saved")
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"{name} is a tensor of the layout {tensor.layout}, and torch.distributed.checkpoint "
+            "stores dense ones only"
+        )
+
+
 def _unpicklable(value: object) -> str:
     try:
         pickle.dumps(value)
@@ -123,9 +143,9 @@ def _unpicklable(value: object) -> str:
     return ""
 
 
-def _open_writer(part: Part, directory: str) -> tuple[RRef[PartWriter], SavePlan]:
+def _open_writer(part: Part, directory: str) -> tuple[RRef[PartWriter], SavePlan, ParameterNames]:
     writer = PartWriter(table_of(part), directory)
-    return RRef(writer), writer.plan()
+    return RRef(writer), writer.plan(), optimizer_names(part)
 
 
 @outside_of_graphs
@@ -154,6 +174,8 @@ def save(
                 _save(directory, contents, timeout)
             finally:
                 remove_leftovers(directory)
+    except WorkerLost as loss:
+        raise _not_saved(f"worker {loss.worker!r} is gone", loss) from loss
     except OSError as error:
         raise _not_saved(f"worker {get_worker_info().name!r} failed", error) from error
 
@@ -167,9 +189,11 @@ def _save(directory: Path, contents: Mapping[str, object], timeout: float) -> No
         w: rpc_async(w, _open_writer, (parts[w], str(directory)), timeout=timeout) for w in others
     }
     table = joined(table_of(parts[here]), driver_objects(contents))
-    own = PartWriter(table, str(directory))
     opened = _all_of({worker: future.wait for worker, future in opening.items()})
-    plans, metadata = _join_plans([own.plan(), *(opened[worker][1] for worker in others)], token)
+    names = merged([optimizer_names(parts[here]), *(opened[worker][2] for worker in others)])
+    own = PartWriter(joined(table, members_of_groups(contents, names)), str(directory))
+    plan = _all_of({here: own.plan})[here]
+    plans, metadata = _join_plans([plan, *(opened[worker][1] for worker in others)], token)
     writing = {
         worker: opened[worker][0].rpc_async(timeout).write(plan).wait
         for worker, plan in zip(others, plans[1:], strict=True)
@@ -204,12 +228,12 @@ def _join_plans(plans: list[SavePlan], token: str) -> tuple[list[SavePlan], Meta
     names: Table = {}
     for plan in plans:
         names = joined(names, {item.index.fqn: None for item in plan.items})
-    merged, metadata = whole_values_planner().create_global_plan(plans)
+    joint, metadata = whole_values_planner().create_global_plan(plans)
     # Where each value sits in a state_dict: tools of torch that read all there is look it up.
     metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
     placed = [
         dataclasses.replace(plan, storage_data=FilePrefix(f"{token}_{number}_"))
-        for number, plan in enumerate(merged)
+        for number, plan in enumerate(joint)
     ]
     return placed, metadata
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NoReturn
 
 import torch
@@ -33,11 +33,17 @@ from torch.optim import Optimizer
 from telegrad.autograd.api import autograd_of, retrieve_context
 from telegrad.autograd.context import current_context
 from telegrad.optim.errors import OptimizerError, StepFailed
-from telegrad.optim.options import changed_options, snapshot, without_params
-from telegrad.optim.owned import Group, Member, Options, OwnedOptimizer
+from telegrad.optim.options import Options, changed_options, snapshot, without_params
+from telegrad.optim.owned import Group, Member, OwnedOptimizer
 from telegrad.optim.parameters import references_of
 from telegrad.optim.parts import Parts
-from telegrad.optim.torch_private import announced_if_anyone_listens
+from telegrad.optim.torch_private import (
+    announced_if_anyone_listens,
+    run_after_loading,
+    run_after_saving,
+    run_before_loading,
+    run_before_saving,
+)
 from telegrad.optim.treatment import Clamp, Treatment, clipping
 from telegrad.rpc import RRef, WorkerLost, get_worker_info
 from telegrad.rpc.outside import outside_of_graphs, refuse_in_graph
@@ -82,6 +88,8 @@ class DistributedOptimizer(Optimizer):
         """The parameters that live here: a compiled function has to know what a step changes."""
         self._sent: list[Options] = []
         self._treatments: dict[int | None, list[Treatment]] = {}
+        self._accumulated: set[int] = set()
+        """The contexts whose gradients wait for the next step."""
         self._failure: StepFailed | None = None
         self._atomic = atomic
         self._numbers = itertools.count()
@@ -165,18 +173,33 @@ class DistributedOptimizer(Optimizer):
         """
         _refuse_in_graph("zero_grad")
         self._treatments.clear()
+        self._accumulated.clear()
         self._parts.on_all("zero_grad")
 
     def accumulate(self, context_id: int) -> None:
         """Add the gradients of a context to those that the next step will apply.
 
-        Call it inside of each context, then `step()` (or `step(context_id)` in the last of them).
+        Call it inside of each context, then `step()`; or inside of each but the last, and there
+        `step(context_id)`. To clip what was accumulated, clip the context `None`.
         """
         if is_dynamo_compiling():
             _traced().perform(self, "accumulate", context_id, [])
             return
-        retrieve_context(context_id)
+        self._check_context(context_id)
         self._parts.on_all("accumulate", context_id)
+        self._accumulated.add(context_id)
+
+    def _check_context(self, context_id: int | None) -> None:
+        """That there is such a context, and that its gradients would not count twice."""
+        if context_id is None:
+            return
+        retrieve_context(context_id)
+        if context_id in self._accumulated:
+            raise OptimizerError(
+                f"The gradients of context {context_id} have been accumulated and would count "
+                "twice: step() applies what was accumulated, without the context's id, and "
+                "clip_grad_norm_(None, ...) clips it."
+            )
 
     def clip_grad_norm_(
         self,
@@ -191,7 +214,8 @@ class DistributedOptimizer(Optimizer):
         as they are: clipping takes place in `step(context_id)`.
         """
         _refuse_in_graph("clip_grad_norm_")
-        _check_context(context_id)
+        self._check_context(context_id)
+        norm_type = float(norm_type)
         asked = (context_id, tuple(self._treatments.get(context_id, ())), norm_type)
         answers = self._parts.on_all("norms", *asked)
         by_index = {i: norm for answer in answers.values() for i, norm in answer.items()}
@@ -215,14 +239,14 @@ class DistributedOptimizer(Optimizer):
     def all_finite(self, context_id: int | None) -> bool:
         """Whether no gradient on any worker has an infinity or a NaN."""
         _refuse_in_graph("all_finite")
-        _check_context(context_id)
+        self._check_context(context_id)
         asked = (context_id, tuple(self._treatments.get(context_id, ())))
         return all(self._parts.on_all("all_finite", *asked).values())
 
     @outside_of_graphs
     def treat(self, context_id: int | None, treatment: Treatment) -> None:
         """Have something done to the gradients of the next step."""
-        _check_context(context_id)
+        self._check_context(context_id)
         if context_id not in self._treatments:
             self._forget_ended_contexts()
         self._treatments.setdefault(context_id, []).append(treatment)
@@ -245,6 +269,8 @@ class DistributedOptimizer(Optimizer):
         """Apply the gradients of a context, and those that were accumulated, on all owners at once.
 
         Parameters without a gradient are left alone, as in torch. Returns when all have stepped.
+        Without a context, and with nothing accumulated, there is nothing that it could apply: that
+        is refused.
         """
         if is_dynamo_compiling():
             _traced().perform(self, "step", context_id, list(self.changes))
@@ -255,8 +281,14 @@ class DistributedOptimizer(Optimizer):
                 "several times per step cannot be distributed."
             )
         self._opt_called = True  # Schedulers of torch ask for it.
-        _check_context(context_id)
+        self._check_context(context_id)
         self._refuse_after_failure()
+        used = set(self._accumulated)
+        if context_id is None and not used:
+            raise OptimizerError(
+                "step() has nothing to apply: gradients are kept by context, so give it the id of "
+                "the context in which backward ran, or accumulate() some before."
+            )
         treatments = tuple(self._treatments.pop(context_id, ()))
         changed = changed_options(self.param_groups, self._sent)
         number = next(self._numbers) if self._atomic else None
@@ -278,6 +310,7 @@ class DistributedOptimizer(Optimizer):
             self._undo(number, failed)
         else:
             self._parts.keep(number)
+        self._accumulated -= used
         for index, options in changed.items():
             self._sent[index].update(snapshot(options))
 
@@ -319,6 +352,7 @@ class DistributedOptimizer(Optimizer):
     @outside_of_graphs
     def state_dict(self) -> dict[str, Any]:
         """The state of all owners, as the same optimizer in one process would give it."""
+        run_before_saving(self)
         state = {
             i: kept for part in self._parts.on_all("state").values() for i, kept in part.items()
         }
@@ -330,11 +364,13 @@ class DistributedOptimizer(Optimizer):
             if named:
                 packed["param_names"] = [member.name for member in members]
             groups.append(packed)
-        return {"state": {index: state[index] for index in sorted(state)}, "param_groups": groups}
+        packed_state = {index: state[index] for index in sorted(state)}
+        return run_after_saving(self, {"state": packed_state, "param_groups": groups})
 
     @outside_of_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that this optimizer, or one in a single process, has given."""
+        state_dict = run_before_loading(self, state_dict)
         groups = copy.deepcopy(state_dict["param_groups"])
         sizes, own_sizes = [len(g["params"]) for g in groups], [len(m) for m in self._members]
         if sizes != own_sizes:
@@ -346,6 +382,7 @@ class DistributedOptimizer(Optimizer):
             i: state_dict["state"][n] for i, n in enumerate(numbers) if n in state_dict["state"]
         }
         self._load(state, {index: without_params(group) for index, group in enumerate(groups)})
+        run_after_loading(self)
 
     def _load(self, state: Mapping[int, Any], options: Mapping[int, Options]) -> None:
         calls = {
@@ -357,8 +394,7 @@ class DistributedOptimizer(Optimizer):
             calls[here] = copy.deepcopy(calls[here])
         self._parts.on_owners("load_state", calls)
         self._adopt(options)
-        self._treatments.clear()
-        self._failure = None
+        self._begin_anew()
 
     @property
     def parts(self) -> dict[str, RRef[OwnedOptimizer]]:
@@ -369,11 +405,20 @@ class DistributedOptimizer(Optimizer):
         """The options of each group."""
         return [without_params(group) for group in self.param_groups]
 
+    def members(self) -> list[list[int]]:
+        """The indices of the parameters of each group."""
+        return [[member.index for member in members] for members in self._members]
+
     def resume(self, options: Mapping[int, Options]) -> None:
         """The owners' state was put back from outside: go on from there with these options."""
         for index, known in options.items():
             self.param_groups[index].update(known)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """The owners have dropped what they had accumulated, and what failed is made good."""
         self._treatments.clear()
+        self._accumulated.clear()
         self._failure = None
 
     def _state_of(self, state: Mapping[int, Any], owner: str) -> dict[int, Any]:
@@ -401,11 +446,6 @@ def _is_current(context_id: int | None) -> bool:
     return context is not None and context.id == context_id
 
 
-def _check_context(context_id: int | None) -> None:
-    if context_id is not None:
-        retrieve_context(context_id)
-
-
 def _by_owner(index: int, members: Iterable[Member], options: Options) -> dict[str, Group]:
     """The part of a parameter group that each owner has."""
     owned: dict[str, list[Member]] = {}
@@ -415,7 +455,7 @@ def _by_owner(index: int, members: Iterable[Member], options: Options) -> dict[s
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
-    if not isinstance(params, Iterable) or isinstance(params, Tensor | torch.nn.Module):
+    if not isinstance(params, Iterable) or isinstance(params, Tensor | torch.nn.Module | Set):
         return [{"params": params}]
     items = list(params)
     return items if items and isinstance(items[0], dict) else [{"params": items}]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.optim.owned import Options
+Options = dict[str, Any]
 
 _ABSENT = object()
 

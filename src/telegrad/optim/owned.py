@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from telegrad.autograd.api import autograd_of, require_context
 from telegrad.autograd.leaves import add, grad_slots
 from telegrad.optim.errors import GroupRefused, OptimizerError
+from telegrad.optim.options import Options, without_params
 from telegrad.optim.torch_private import step_quietly
 from telegrad.optim.treatment import Treatment, all_finite, norms, treat
 from telegrad.rpc import RRef, get_worker_info
 
-Options = dict[str, Any]
 MakeOptimizer = Callable[..., Optimizer]
 
 
@@ -57,7 +57,8 @@ class Undo:
 
     number: int
     parameters: list[Tensor]
-    state: dict[str, Any]
+    state: dict[Any, Any]
+    options: list[Options]
     accumulated: dict[int, Tensor]
 
 
@@ -78,24 +79,28 @@ class OwnedOptimizer:
         self._accumulated: dict[int, Tensor] = {}  # by place in _parameters
         self._undo: Undo | None = None
         self._undone = -1  # Steps up to this number are not to be made any more.
-        local = [self._local(group) for group in groups]
+        found = [self._found(group) for group in groups]
         with self._refusals(groups):
-            self._optimizer = make_optimizer(local, *args, **kwargs)
+            self._optimizer = make_optimizer([_torchs(*each) for each in found], *args, **kwargs)
         if _needs_closure(self._optimizer):
             raise OptimizerError(
                 f"{type(self._optimizer).__name__} evaluates the model several times per step, in "
                 "a closure that sees all parameters: it cannot be distributed."
             )
-        for group, options in zip(groups, local, strict=True):
-            self._join(group, options["params"])
+        for each in found:
+            self._join(*each)
 
-    def _local(self, group: Group) -> Options:
-        """The group as torch takes it."""
-        return {**group.options, "params": [self._parameter_of(m) for m in group.members]}
+    def _found(self, group: Group) -> tuple[Group, dict[Tensor, Member]]:
+        """The parameters of a group, each once: modules that share one name it both, and nobody
+        but its owner knows."""
+        found: dict[Tensor, Member] = {}
+        for member in group.members:
+            found.setdefault(self._parameter_of(member), member)
+        return group, found
 
-    def _join(self, group: Group, parameters: list[Tensor]) -> None:
-        self._members.extend(group.members)
-        self._parameters.extend(parameters)
+    def _join(self, group: Group, found: dict[Tensor, Member]) -> None:
+        self._members.extend(found.values())
+        self._parameters.extend(found)
         self._groups.append(group.index)
 
     @contextmanager
@@ -125,10 +130,10 @@ class OwnedOptimizer:
         return value
 
     def add_group(self, group: Group) -> dict[int, Options]:
-        local = self._local(group)
+        found = self._found(group)
         with grad_slots, self._refusals([group]):
-            self._optimizer.add_param_group(dict(local))
-        self._join(group, local["params"])
+            self._optimizer.add_param_group(_torchs(*found))
+        self._join(*found)
         return self.options()
 
     def drop_group(self, index: int) -> None:
@@ -259,14 +264,24 @@ class OwnedOptimizer:
 
     def _snapshot(self, number: int) -> Undo:
         parameters = [parameter.detach().clone() for parameter in self._parameters]
-        state = copy.deepcopy(self._optimizer.state_dict())
-        return Undo(number, parameters, state, dict(self._accumulated))
+        # State is kept by parameter, and these are not copied: they are what it is kept by.
+        same: dict[int, Any] = {id(parameter): parameter for parameter in self._parameters}
+        state = copy.deepcopy(dict(self._optimizer.state), same)
+        groups = self._optimizer.param_groups
+        options = [copy.deepcopy(without_params(group), same) for group in groups]
+        return Undo(number, parameters, state, options, dict(self._accumulated))
 
     def _restore(self, undo: Undo) -> None:
+        """Not by `load_state_dict`, which casts state to the dtype of its parameter."""
         with torch.no_grad():
             for parameter, before in zip(self._parameters, undo.parameters, strict=True):
                 parameter.copy_(before)
-        self._optimizer.load_state_dict(undo.state)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(undo.state)
+        for group, options in zip(self._optimizer.param_groups, undo.options, strict=True):
+            for name in without_params(group).keys() - options.keys():
+                del group[name]
+            group.update(options)
         self._accumulated = dict(undo.accumulated)
 
     def undo(self, number: int) -> None:
@@ -310,6 +325,11 @@ class OwnedOptimizer:
 
     def named_parameters(self) -> list[tuple[Member, Tensor]]:
         return list(zip(self._members, self._parameters, strict=True))
+
+
+def _torchs(group: Group, found: Iterable[Tensor]) -> Options:
+    """A group as torch takes it."""
+    return {**group.options, "params": list(found)}
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

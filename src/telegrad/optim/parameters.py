@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +27,10 @@ def references_of(params: Any) -> list[Named]:
         raise TypeError(
             f"{type(params).__name__} holds no parameters: give tensors, RRefs, modules or "
             "RemoteModules, (name, parameter) pairs, or dicts with a key 'params'."
+        )
+    if isinstance(params, Set):
+        raise TypeError(
+            "A set has no order, by which the parameters and their state are known: give a list."
         )
     found: list[Named] = []
     for place, item in enumerate(params):

@@ -24,17 +24,20 @@ class GradScaler:
         scaler.update()
 
     If a gradient on any worker has an infinity or a NaN, no worker steps. `unscale_` before
-    clipping, if you clip. Asking the workers takes one round trip per step.
+    clipping, if you clip. Asking the workers takes one round trip per step. The device is there
+    because torch has it: gradients are looked at where they are.
     """
 
     def __init__(
         self,
+        device: str | torch.device = "cpu",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        torch.device(device)  # Refuses what is none.
         if growth_factor <= 1.0:
             raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
         if not 0.0 < backoff_factor < 1.0:
@@ -46,10 +49,32 @@ class GradScaler:
         self._growth_tracker = 0
         self._enabled = enabled
         self._finite: dict[tuple[int, int | None], bool] = {}
-        self._found_inf = False
+        """Of each optimizer and context since `update`: whether all gradients are finite."""
+        self._stepped: set[tuple[int, int | None]] = set()
+
+    def is_enabled(self) -> bool:
+        return self._enabled
 
     def get_scale(self) -> float:
         return self._scale if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._growth_factor = new_factor
+
+    def get_backoff_factor(self) -> float:
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._backoff_factor = new_factor
+
+    def get_growth_interval(self) -> int:
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._growth_interval = new_interval
 
     @overload
     def scale(self, loss: Tensor) -> Tensor: ...
@@ -59,10 +84,13 @@ class GradScaler:
     def scale(self, loss: Iterable[Any]) -> list[Any]: ...
     def scale(self, loss: Any) -> Any:
         """The loss, or each of several, from which to run backward. A lazy one stays lazy."""
+        if not self._enabled and isinstance(loss, Tensor | Lazy):
+            return loss
+        # A tensor, not a number: with it a loss in half precision becomes one in single precision.
         if isinstance(loss, Tensor):
-            return loss * self._scale if self._enabled else loss
+            return loss * torch.tensor(self._scale, device=loss.device)
         if isinstance(loss, Lazy):
-            return loss.then(torch.mul, self._scale) if self._enabled else loss
+            return loss.then(_scaled, self._scale)
         if isinstance(loss, Iterable):
             return [self.scale(each) for each in loss]
         raise TypeError(f"A loss is a tensor or a Lazy, or a list of them, not {loss!r:.100}.")
@@ -92,21 +120,32 @@ class GradScaler:
             optimizer.step(context_id)
             return True
         key = (id(optimizer), context_id)
+        if key in self._stepped:
+            raise OptimizerError(
+                "step() has already been called for this optimizer and context since update()."
+            )
         if key not in self._finite:
             self.unscale_(optimizer, context_id)
-        if self._finite.pop(key):
+        if self._finite[key]:
+            # If it fails and is undone, what has been unscaled stays so, for another try.
             optimizer.step(context_id)
-            return True
-        self._found_inf = True
-        optimizer.zero_grad()
-        return False
+        else:
+            optimizer.zero_grad()
+        self._stepped.add(key)
+        return self._finite[key]
 
     @outside_of_graphs
     def update(self, new_scale: float | None = None) -> None:
         """Adapt the scale, once after each iteration."""
+        if not self._enabled:
+            return
         if new_scale is not None:
             self._scale = float(new_scale)
-        elif self._found_inf:
+        elif not self._finite:
+            raise OptimizerError(
+                "update() comes after step(): no gradients have been looked at since the last one."
+            )
+        elif not all(self._finite.values()):
             self._scale *= self._backoff_factor
             self._growth_tracker = 0
         else:
@@ -114,8 +153,8 @@ class GradScaler:
             if self._growth_tracker == self._growth_interval:
                 self._scale *= self._growth_factor
                 self._growth_tracker = 0
-        self._found_inf = False
         self._finite.clear()
+        self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The same keys as torch's."""
@@ -133,8 +172,16 @@ class GradScaler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self._enabled:
             return
+        if not state_dict:
+            raise OptimizerError(
+                "The state to load is empty: it was saved by a scaler that was not enabled."
+            )
         self._scale = float(state_dict["scale"])
         self._growth_factor = float(state_dict["growth_factor"])
         self._backoff_factor = float(state_dict["backoff_factor"])
         self._growth_interval = int(state_dict["growth_interval"])
         self._growth_tracker = int(state_dict["_growth_tracker"])
+
+
+def _scaled(loss: Tensor, scale: float) -> Tensor:
+    return loss * torch.tensor(scale, device=loss.device)

@@ -56,3 +56,34 @@ def _is_listened_to(optimizer: Optimizer) -> bool:
         or torch_optimizer._global_optimizer_post_hooks
         or torch._C._autograd._profiler_enabled()
     )
+
+
+def run_before_saving(optimizer: Optimizer) -> None:
+    """The hooks of `register_state_dict_pre_hook`."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+
+
+def run_after_saving(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The hooks of `register_state_dict_post_hook`: what they make of a state."""
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        state = _or_same(hook(optimizer, state), state)
+    return state
+
+
+def run_before_loading(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The hooks of `register_load_state_dict_pre_hook`: what they make of a copy of a state."""
+    state = dict(state)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state = _or_same(hook(optimizer, state), state)
+    return state
+
+
+def run_after_loading(optimizer: Optimizer) -> None:
+    """The hooks of `register_load_state_dict_post_hook`."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def _or_same(made: dict[str, Any] | None, state: dict[str, Any]) -> dict[str, Any]:
+    return state if made is None else made

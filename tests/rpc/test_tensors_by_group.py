@@ -109,6 +109,28 @@ def test_values_of_all_sizes_go_both_ways(make_job: MakeJob) -> None:
     job.close()
 
 
+def inference_both_ways(to: str) -> bool:
+    with torch.inference_mode():
+        x = torch.arange(100_000)
+        come_back = rpc.rpc_sync(to, in_inference_mode, (x,))
+    return bool((come_back == 2 * x).all()) and rpc.rpc_sync(to, torch.is_grad_enabled) is True
+
+
+def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x * 2
+
+
+@pytest.mark.parametrize("tensors", ["gloo", None])
+def test_tensors_of_inference_mode_travel_as_others_do(
+    make_job: MakeJob, tensors: str | None
+) -> None:
+    options = {} if tensors is None else {"tensors": tensors}
+    job = make_job("a", "b", host="127.0.0.1", transports=("tcp",), **options)
+    assert job["a"].do(inference_both_ways, "b")
+    job.close()
+
+
 @pytest.mark.parametrize("transports", [("unix",), ("tcp",)])
 def test_gradients_travel_by_the_group(make_job: MakeJob, transports: tuple[str, ...]) -> None:
     job = make_job("a", "b", tensors="gloo", transports=transports, host="127.0.0.1")

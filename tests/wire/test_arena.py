@@ -201,6 +201,22 @@ def test_a_full_arena_says_so_and_recovers() -> None:
     arena.close()
 
 
+def test_what_had_no_room_is_not_looked_for_again_until_something_is_given_back() -> None:
+    arena = Arena(64 * PAGE)
+    page, two = memoryview(bytes(PAGE)), memoryview(bytes(2 * PAGE))
+    lent = [arena.place(page) for _ in range(64)]
+    for offset in lent[::2]:
+        assert offset is not None
+        arena.release(offset)
+    assert arena.place(two) is None, "no two pages lie together"
+    arena._slots._open.clear()  # Whoever looks for room now finds none.
+    assert arena._slots._too_large == 2 * PAGE
+    assert arena.place(two) is None
+    assert lent[1] is not None
+    arena.release(lent[1])
+    assert arena._slots._too_large > arena._slots.limit
+
+
 def test_free_slots_of_other_classes_are_merged_when_room_runs_out() -> None:
     arena = Arena(64 * PAGE)
     small = [place(arena, bytes(PAGE)) for _ in range(64)]

@@ -397,7 +397,7 @@ def test_tensors_that_do_not_travel_say_what_to_send_instead() -> None:
         (torch.ones(3).untyped_storage(), "send a tensor that uses it"),
     ]
     for value, advice in cases:
-        for message in ([value], [value, torch.ones(1)]):
+        for message in (value, (torch.abs, (value,), {}), [value], [value, torch.ones(1)]):
             with pytest.raises(Unpackable, match=advice) as caught:
                 pack(message)
             assert not re.search("(?i)internal|issue|bug", str(caught.value))
@@ -409,9 +409,17 @@ def test_tensor_without_memory_is_unpackable() -> None:
             pack({"x": x})
         with pytest.raises(Unpackable, match=r"value\[1\]"):
             pack([torch.ones(1), x])
-        return x
+        return alone(x)
 
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        for plain in (x, (torch.abs, (x,), {})):
+            with pytest.raises(Unpackable):
+                pack(plain)
+        return x.sum()
+
+    pack((torch.abs, (torch.ones(()),), {}))  # Of the same layout as what is inside.
     torch.vmap(inside)(torch.ones(3))
+    torch.func.grad(alone)(torch.ones(3))
 
 
 def test_too_deep_is_refused_at_both_ends() -> None:

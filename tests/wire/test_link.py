@@ -307,6 +307,26 @@ def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else
         a.resume(streams()[0], 0)
 
 
+def test_tensors_of_inference_mode_are_sent_as_they_were_when_they_were_sent() -> None:
+    """They have no version counter: nobody could tell later whether they were changed."""
+    a, b = links()
+    with torch.inference_mode():
+        x = torch.arange(LARGE).to(torch.uint8)
+    was = x.numpy().tobytes()
+    sending = threading.Thread(target=a.send, args=(Kind.CALL, 1, b"", [view(x)], b"", [x]))
+    sending.start()
+    b.stream.recv_into(memoryview(bytearray(1000)))
+    a.mark_broken()
+    sending.join(10)
+    with torch.inference_mode():
+        x.add_(1)
+    reconnect(a, b)
+    a.send(Kind.CALL, 2, b"next")
+    [buffer] = receive(b).buffers
+    assert bytes(memoryview(buffer)) == was  # type: ignore[arg-type]
+    assert receive(b).meta == b"next"
+
+
 def test_who_is_interrupted_while_sending_may_change_its_tensors() -> None:
     a, b = links()
     x = torch.arange(1 << 24).to(torch.uint8)

@@ -147,10 +147,12 @@ class _Slots:
         self._open: list[tuple[int, int]] = [(0, limit)]
         # Open spans that held slots once and may still hold their pages.
         self._open_warm = False
+        self._too_large = limit + 1
+        """What has no room, until something is given back: it is not looked for again."""
 
     def take(self, size: int) -> int | None:
         size = size_class(size)
-        if size > self.limit - self.lent_bytes:
+        if size >= self._too_large or size > self.limit - self.lent_bytes:
             return None
         offset = self._pop_idle(size)
         if offset is None:
@@ -159,6 +161,7 @@ class _Slots:
             self._merge_idle()
             offset = self._cut(size)
         if offset is None:
+            self._too_large = size
             return None
         self._lent[offset] = size
         self.lent_bytes += size
@@ -172,6 +175,7 @@ class _Slots:
         self.lent_bytes -= size
         self.idle_bytes += size
         self._idle.setdefault(size, []).append(offset)
+        self._too_large = self.limit + 1
 
     def withdraw_unused(self) -> list[tuple[int, int]]:
         """Take the spans that were free all the time since the last call out of circulation."""
@@ -191,6 +195,7 @@ class _Slots:
     def return_cold(self, spans: list[tuple[int, int]]) -> None:
         if spans:
             self._open = _merged(sorted(self._open + spans))
+            self._too_large = self.limit + 1
 
     def _pop_idle(self, size: int) -> int | None:
         stack = self._idle.get(size)

@@ -1,4 +1,4 @@
-"""The queue of a link: frames of many threads leave in order, and no lock is held over a write.
+"""The queue of a link: frames of many threads leave in order, and a write holds none of them up.
 
 A frame is kept for a possible resend and put on the queue under a short lock; the thread that finds
 nobody writing becomes the *writer* and carries the queue to the kernel outside of the lock. So

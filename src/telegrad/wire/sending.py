@@ -37,8 +37,8 @@ class Message(NamedTuple):
     call_id: int
     meta: bytes
     buffers: Sequence[memoryview]
-    note: bytes
     tensors: Sequence[Tensor]
+    note: bytes
 
     def head(self, rows: Sequence[tuple[int, int]], seq: int, ack: int, inline: int) -> bytes:
         return head_of(self.kind, self.call_id, self.meta, self.note, rows, seq, ack, inline)
@@ -72,14 +72,15 @@ class Sending(Outbox):
         if buffers and (
             self._lane is not None or self.widen is not None or self._group is not None
         ):
-            message = Message(kind, call_id, meta, buffers, note, tensors)
+            message = Message(kind, call_id, meta, *_trackable(buffers, tensors), note)
             if self._send_by_group(message, deadline) or self._send_by_lane(message, deadline):
                 return
         rows: list[int] = []
-        inline: list[memoryview] = []
+        inline: Sequence[memoryview] = ()
         total = len(meta) + len(note)
         if buffers:
-            total += self._place(buffers, rows, inline)
+            inline = self._place(buffers, rows)
+            total += sum([buffer.nbytes for buffer in inline])
         freed = self._take_freed() if self.freed else ()
         if len(rows) == 2 and not freed:
             head = ONE_ROW.pack(*rows)
@@ -88,6 +89,9 @@ class Sending(Outbox):
         total += len(head)
         counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
         own_memory = total <= SMALL_FRAME or not inline
+        if not own_memory:
+            inline, tensors = _trackable(inline, tensors)
+        # What fails from here on must not: a number that is given and not kept ends the session.
         with self._lock:
             if self.closed:
                 raise LinkClosed("the link is closed")
@@ -120,10 +124,9 @@ class Sending(Outbox):
                 turn = self._take_turn()
         self._write_queue(turn, deadline)
 
-    def _place(
-        self, buffers: Sequence[memoryview], rows: list[int], inline: list[memoryview]
-    ) -> int:
-        total = 0
+    def _place(self, buffers: Sequence[memoryview], rows: list[int]) -> list[memoryview]:
+        """Note where each buffer goes; those that go inline."""
+        inline: list[memoryview] = []
         for buffer in buffers:
             size = buffer.nbytes
             place = None
@@ -132,12 +135,11 @@ class Sending(Outbox):
             if place is None:
                 place = INLINE
                 inline.append(buffer)
-                total += size
             else:
                 self.sent_bytes += size
             rows.append(size)
             rows.append(place)
-        return total
+        return inline
 
     def _take_freed(self) -> list[int]:
         freed: list[int] = []
@@ -234,6 +236,16 @@ class Sending(Outbox):
                 raise
             if self.closed:
                 raise LinkClosed("the link was closed while a tensor was on its way") from None
+
+
+def _trackable(
+    buffers: Sequence[memoryview], tensors: Sequence[Tensor]
+) -> tuple[Sequence[memoryview], Sequence[Tensor]]:
+    """Buffers to be sent, and the tensors whose memory they are. Nobody could tell whether a tensor
+    of inference mode was changed since: then copies are sent."""
+    if any(map(Tensor.is_inference, tensors)):
+        return [memoryview(bytes(buffer)) for buffer in buffers], ()
+    return buffers, tensors
 
 
 def _versions(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, int], ...]:

@@ -52,10 +52,16 @@ class WarmMemory:
         """An array of that many bytes, whatever they are."""
         if size < LEAST:
             return np.empty(size, np.uint8)
+        size_of_block = size_class(size)
         with self._lock:
-            self._take_back(time.monotonic())
-            block = self._take(size_class(size))
+            dropped = self._take_back(time.monotonic())
+            block = self._take(size_of_block)
             number = self._numbers = self._numbers + 1
+        # The kernel is called without the lock, to give memory back as well.
+        dropped.clear()
+        if block is None:
+            block = mmap.mmap(-1, size_of_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            block.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(block, np.uint8, size)
         self._lent[number] = weakref.ref(array, partial(self._died, number, block))
         return array
@@ -64,36 +70,40 @@ class WarmMemory:
         """Let go what nobody wanted for a while; the bytes that are still kept."""
         with self._lock:
             now = time.monotonic()
-            self._take_back(now)
+            dropped = self._take_back(now)
             while self._idle and self._oldest() < now - PERIOD:
-                self._let_go_oldest()
-            return self._idle_bytes
+                dropped.append(self._drop_oldest())
+            kept = self._idle_bytes
+        dropped.clear()
+        return kept
 
     def _died(self, number: int, block: mmap.mmap, _: weakref.ref[Bytes]) -> None:
         self._returned.append((number, block))
 
-    def _take(self, size: int) -> mmap.mmap:
+    def _take(self, size: int) -> mmap.mmap | None:
         for number, (block, _) in reversed(self._idle.items()):
             if len(block) == size:
                 del self._idle[number]
                 self._idle_bytes -= size
                 return block
-        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(mmap.MADV_HUGEPAGE)
-        return block
+        return None
 
-    def _take_back(self, now: float) -> None:
+    def _take_back(self, now: float) -> list[mmap.mmap]:
+        """Sort in what has died; what is too much now."""
         while self._returned:
             number, block = self._returned.popleft()
             del self._lent[number]
             self._idle[number] = block, now
             self._idle_bytes += len(block)
+        dropped: list[mmap.mmap] = []
         while self._idle_bytes > self._limit:
-            self._let_go_oldest()
+            dropped.append(self._drop_oldest())
+        return dropped
 
-    def _let_go_oldest(self) -> None:
+    def _drop_oldest(self) -> mmap.mmap:
         _, (block, _) = self._idle.popitem(last=False)
         self._idle_bytes -= len(block)
+        return block
 
     def _oldest(self) -> float:
         return next(iter(self._idle.values()))[1]

@@ -307,3 +307,40 @@ def tag_and_call(module: Tagged, x: Tensor) -> tuple[str, Tensor]:
 class Scaled(nn.Module):
     def forward(self, x: Tensor, *, factor: Tensor | float = 1.0) -> Tensor:
         return x * factor
+
+
+class Holder(nn.Module):
+    """Has a remote module inside, wherever it lives itself."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__()
+        self.here = linear(2, 2, 1)
+        self.there = RemoteModule(worker, linear, (2, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.there(self.here(x))
+        return result
+
+
+class Pinned(NamedTuple("Pinned", [("x", Tensor), ("name", str)])):
+    """A named tuple that is made otherwise than by its fields."""
+
+    def __new__(cls, x: Tensor) -> Pinned:
+        return super().__new__(cls, x, "pinned")
+
+
+class Named(nn.Module):
+    def forward(self, given: Any) -> Any:
+        return given.x * 2, given.name
+
+
+class Devices(nn.Module):
+    """Says on which device it finds its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Any) -> list[str]:
+        tensors = x.values() if isinstance(x, dict) else [x] if isinstance(x, Tensor) else x
+        return [str(tensor.device) for tensor in tensors]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn, optim
 
 from telegrad import autograd, rpc
 from telegrad.nn import Pipeline, RemoteModule
+from telegrad.nn.pipeline import join
 from telegrad.optim import DistributedOptimizer
 from tests.nn import modules
 
@@ -255,3 +258,73 @@ def test_a_copy_has_stages_of_its_own_and_one_that_was_sent_shares_them() -> Non
     assert not copied(x).any()
     assert pipeline(x).any()
     torch.testing.assert_close(rpc.rpc_sync("worker1", run_pipeline, (pipeline, x)), pipeline(x))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_comes_before_the_pipeline_is_run_backward_once(schedule: str) -> None:
+    local, pipeline = make_local(), Pipeline(make_stages(), 4, schedule)
+    x, y = batch()
+    gradients = []
+    for here in (True, False):
+        prefix = modules.linear(6, 6, 7)
+        if here:
+            nn.functional.mse_loss(local(prefix(x).tanh()), y).backward()
+            gradients.append([p.grad for p in prefix.parameters()])
+            continue
+        with autograd.context() as context_id:
+            # Twice: what was cut off for the first batch counts once.
+            for _ in range(2):
+                pipeline.forward_backward(context_id, prefix(x).tanh(), y, nn.functional.mse_loss)
+            found = autograd.get_gradients(context_id)
+        assert len(found) == 2, "leaves that the pipeline made for itself are not shown"
+        gradients.append([found[p] / 2 for p in prefix.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def fails_in_the_second(output: Tensor, target: Tensor) -> Tensor:
+    if target[0, 0] == 1:
+        raise ArithmeticError("told to fail")
+    time.sleep(0.1)
+    return output.square().sum()
+
+
+def test_when_a_batch_has_failed_nothing_of_it_is_under_way_any_more() -> None:
+    stages = make_stages()
+    pipeline = Pipeline(stages, 6, "1f1b")
+    x, y = torch.ones(6, 6), torch.zeros(6, 6)
+    y[1] = 1
+    with autograd.context() as context_id:
+        with pytest.raises(ArithmeticError, match="told to fail"):
+            pipeline.forward_backward(context_id, x, y, fails_in_the_second)
+        found = stages[0].run(gradients_of, context_id)
+        time.sleep(0.5)
+        torch.testing.assert_close(stages[0].run(gradients_of, context_id), found, rtol=0, atol=0)
+
+
+def same_device(output: Tensor, target: Tensor) -> Tensor:
+    assert target.device == output.device
+    return torch.zeros((), requires_grad=True) * 1
+
+
+def test_targets_are_brought_to_the_device_of_the_output() -> None:
+    pipeline = Pipeline([RemoteModule("worker1/meta", modules.linear, (6, 6, 0))], 2)
+    x, y = batch()
+    with autograd.context() as context_id:
+        pipeline.forward_backward(context_id, x, y, same_device)
+
+
+def two_losses(output: Tensor, target: Tensor) -> Any:
+    return output.sum(), target.sum()
+
+
+def test_what_is_no_loss_and_what_cannot_be_joined_is_told() -> None:
+    x, y = batch()
+    with (
+        autograd.context() as context_id,
+        pytest.raises(TypeError, match=r"is one tensor, but .* gave a tuple"),
+    ):
+        Pipeline(make_stages(), 2).forward_backward(context_id, x, y, two_losses)
+    with pytest.raises(TypeError, match="tensor without a dimension for each micro-batch"):
+        join([torch.ones(()), torch.ones(())])
+    assert join([(torch.ones(1), None), (torch.ones(1), None)])[1] is None
+    assert type(join([OrderedDict(a=torch.ones(1))])) is OrderedDict

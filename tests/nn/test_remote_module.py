@@ -6,14 +6,16 @@ import copy
 import pickle
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from telegrad import autograd, rpc
+from telegrad import autograd, checkpoint, rpc
 from telegrad.nn import Lazy, RemoteModule
+from telegrad.optim import DistributedOptimizer
 from tests.nn import modules
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -398,3 +400,49 @@ def test_a_subclass_keeps_its_class_and_attributes_when_copied_or_sent() -> None
 def test_arguments_that_make_no_module_are_told(args: Any, options: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
         RemoteModule(*args, **options)
+
+
+def test_a_remote_module_inside_of_a_remote_one_is_a_part_of_it(tmp_path: Path) -> None:
+    holder = RemoteModule("worker1", modules.Holder, ("worker2",))
+    names = [name for name, _ in holder.named_parameters()]
+    assert names == ["here.weight", "here.bias", "there.weight", "there.bias"]
+    assert set(holder.state_dict()) == set(names)
+    assert {rref.owner_name() for rref in holder.parameters()} == {"worker1", "worker2"}
+
+    before = {name: value.clone() for name, value in holder.state_dict().items()}
+    optimizer = DistributedOptimizer(torch.optim.Adam, holder, lr=0.1)
+    checkpoint.save(tmp_path, {"holder": holder})
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [holder(torch.ones(1, 2)).sum()])
+        optimizer.step(context_id)
+    stepped = holder.state_dict()
+    assert not any(torch.equal(stepped[name], before[name]) for name in names)
+    checkpoint.save(tmp_path / "stepped", {"holder": holder, "optimizer": optimizer})
+    checkpoint.load(tmp_path, {"holder": holder})
+    torch.testing.assert_close(dict(holder.state_dict()), before)
+    checkpoint.load(tmp_path / "stepped", {"holder": holder, "optimizer": optimizer})
+    torch.testing.assert_close(dict(holder.state_dict()), dict(stepped))
+
+    holder.requires_grad_(False)
+    with autograd.context() as context_id:
+        assert not holder(torch.ones(1, 2)).requires_grad
+
+
+def test_a_named_tuple_that_is_made_in_its_own_way_arrives() -> None:
+    given = modules.Pinned(torch.ones(2))
+    doubled, name = RemoteModule("worker1", modules.Named)(given)
+    assert name == "pinned"
+    torch.testing.assert_close(doubled, torch.full((2,), 2.0))
+    lazy = RemoteModule("worker2", modules.Sums).lazy(torch.ones(2))
+    (doubled, _) = RemoteModule("worker1", modules.Named)(given._replace(x=lazy))
+    torch.testing.assert_close(doubled, torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("way", ["itself", "parent"])
+def test_inputs_follow_a_module_to_another_device(way: str) -> None:
+    module = RemoteModule("worker1", modules.Devices)
+    assert module(x()) == ["cpu"]
+    (module if way == "itself" else nn.Sequential(module)).to("meta")
+    assert module(x()) == ["meta"]
+    assert module(OrderedDict(a=x())) == ["meta"]
+    assert module(modules.Pinned(x())._replace(name=x())) == ["meta", "meta"]

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 from telegrad import autograd, rpc
+from telegrad.nn import RemoteModule
 from tests.rpc import functions
 from tests.rpc.fleet import Job
 from tests.rpc.inside import call, hold_remote, when_settled
@@ -139,3 +141,19 @@ def test_what_is_no_time_or_no_callback_is_refused_at_once(make_job: MakeJob) ->
         "timeout=nan",
         "'print' cannot be called",
     ]
+
+
+def load_into_lost(to: str) -> str:
+    module = RemoteModule(to, nn.Linear, (2, 2))
+    parent = nn.Sequential(module)
+    state = parent.state_dict()
+    with pytest.raises(rpc.WorkerLost):
+        rpc.rpc_sync(to, die_here)
+    with pytest.raises(rpc.WorkerLost) as caught:
+        parent.load_state_dict(state)
+    return str(caught.value.worker)
+
+
+def test_a_state_for_a_module_of_a_lost_worker_is_a_loss_too(make_job: MakeJob) -> None:
+    """Torch gathers the RuntimeErrors of children in one of its own, which names nobody."""
+    assert make_job("a", "b")["a"].do(load_into_lost, "b") == "b"

@@ -214,6 +214,16 @@ class Context:
                 found.add_by_identity(total)
         return [total.get(id(leaf)) for leaf in leaves]
 
+    def take_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """As `gradients_of`; the context has them no longer."""
+        taken = self.gradients_of(leaves)
+        with self.lock:
+            for leaf in leaves:
+                self._gradients.pop(leaf, None)
+            for found in self._uncommitted.values():
+                found.drop({*map(id, leaves)})
+        return taken
+
     def let_go(self) -> None:
         """Drop all that the context holds, at once and not when the last reference dies."""
         with self.lock:

@@ -110,6 +110,10 @@ class Gradients:
             known = total.get(id(leaf))
             total[id(leaf)] = gradient if known is None else add(known, gradient)
 
+    def drop(self, leaves: Collection[int]) -> None:
+        """Forget what was found for these leaves, given by identity. After `settle`."""
+        self._found = [each for each in self._found if id(each[0]) not in leaves]
+
     def settle(self, create_graph: bool) -> None:
         """The pass has found all there is: make the sums its own, run what hangs on leaves."""
         by_node = self._by_node

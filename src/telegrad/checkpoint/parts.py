@@ -57,12 +57,15 @@ def divide(contents: Mapping[str, object]) -> dict[str, Part]:
 
 
 def _hosted(name: str, root: nn.Module) -> Iterator[tuple[str, RRef[HostedModule]]]:
-    """The local module under its name, and every remote one in it under its path."""
+    """The local module under its name, and every remote one in it under its path, those inside of
+    remote ones as well."""
     if not isinstance(root, RemoteModule):
         yield name, RRef(HostedModule(root))
     for path, module in root.named_modules(prefix=name):
         if isinstance(module, RemoteModule):
             yield path, module.rref
+            for inside, rref in module.rref.rpc_sync(module.timeout).hosted_inside():
+                yield f"{path}.{inside}", rref
 
 
 def check_contents(contents: Mapping[str, object]) -> None:

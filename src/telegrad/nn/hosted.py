@@ -17,7 +17,7 @@ from torch import nn
 
 from telegrad.nn.ambient import Ambient, Autocast, under
 from telegrad.nn.compilation import Compilation
-from telegrad.nn.lazy import resolve
+from telegrad.nn.lazy import resolve, with_each
 from telegrad.rpc import RRef
 
 Conversions = Mapping[torch.dtype, tuple[torch.dtype, torch.device | None]]
@@ -73,13 +73,7 @@ class HostedModule:
     def _on_device(self, value: Any) -> Any:
         if self.device is None:
             return value
-        if isinstance(value, torch.Tensor):
-            return value.to(self.device)
-        if type(value) in (list, tuple):
-            return type(value)(self._on_device(item) for item in value)
-        if type(value) is dict:
-            return {key: self._on_device(item) for key, item in value.items()}
-        return value
+        return brought_to(self.device, value)
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -88,10 +82,31 @@ class HostedModule:
         return function(self.module, *args, **kwargs)
 
     def named_parameters(self, recurse: bool) -> list[tuple[str, RRef[nn.Parameter]]]:
-        return [(name, RRef(p)) for name, p in self.module.named_parameters(recurse=recurse)]
+        """Those that live here, and those of remote modules inside of this one."""
+        found = [(name, RRef(p)) for name, p in self.module.named_parameters(recurse=recurse)]
+        for path, remote in self._remote_modules() if recurse else ():
+            found += remote.named_parameters(prefix=path)
+        return found
 
     def named_buffers(self, recurse: bool) -> list[tuple[str, RRef[torch.Tensor]]]:
-        return [(name, RRef(b)) for name, b in self.module.named_buffers(recurse=recurse)]
+        found = [(name, RRef(b)) for name, b in self.module.named_buffers(recurse=recurse)]
+        for path, remote in self._remote_modules() if recurse else ():
+            found += remote.named_buffers(prefix=path)
+        return found
+
+    def hosted_inside(self) -> list[tuple[str, RRef[HostedModule]]]:
+        """The remote modules inside of this one, and those inside of them, by their paths."""
+        found = []
+        for path, remote in self._remote_modules():
+            inside = remote.rref.rpc_sync(remote.timeout).hosted_inside()
+            found += [(path, remote.rref), *((f"{path}.{name}", rref) for name, rref in inside)]
+        return found
+
+    def _remote_modules(self) -> list[tuple[str, Any]]:
+        from telegrad.nn.remote_module import RemoteModule
+
+        modules = self.module.named_modules()
+        return [(path, module) for path, module in modules if isinstance(module, RemoteModule)]
 
     def copied(self) -> RRef[HostedModule]:
         """A reference to a copy that shares nothing with this module."""
@@ -121,7 +136,11 @@ class HostedModule:
         self._changed()
         self.module.to(*args, **kwargs)
         if _names_device(args, kwargs):
-            self.device = next((tensor.device for tensor in self._tensors()), None)
+            self._follow_device()
+
+    def _follow_device(self) -> None:
+        """The module was moved: inputs are to be brought to where it is."""
+        self.device = next((tensor.device for tensor in self._tensors()), None)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         return chain(self.module.parameters(), self.module.buffers())
@@ -139,17 +158,32 @@ class HostedModule:
             return tensor.to(device or tensor.device, dtype)
 
         self.module._apply(converted)  # type: ignore[no-untyped-call]
+        if any(device is not None for _, device in conversions.values()):
+            self._follow_device()
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.module.zero_grad(set_to_none)
+        for _, remote in self._remote_modules():
+            remote.zero_grad(set_to_none)
 
     def requires_grad_(self, requires_grad: bool) -> None:
         self._changed()
         self.module.requires_grad_(requires_grad)
+        for _, remote in self._remote_modules():
+            remote.requires_grad_(requires_grad)
 
     def apply(self, function: Callable[[nn.Module], None]) -> None:
         self._changed()
         self.module.apply(function)
+
+
+def brought_to(device: torch.device, value: Any) -> Any:
+    """The value with its tensors (in containers, too) on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list | tuple | dict):
+        return with_each(value, lambda item: brought_to(device, item))
+    return value
 
 
 def _names_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -86,19 +86,13 @@ def lazily(
 
 def lent(value: Any, lenders: list[RRef[Any]]) -> Any:
     """The value with each `Lazy` in it (in lists, tuples and dicts) as a loan; notes who lends."""
-    kind = type(value)
-    if kind is Lazy:
+    if type(value) is Lazy:
         lenders.append(value.rref)
         return Loan.of(value.rref)
-    if kind is tuple:
-        plain = {*map(type, value)} <= _TENSORS
-        return value if plain else tuple([lent(item, lenders) for item in value])
-    if kind is list:
-        return [lent(item, lenders) for item in value]
-    if kind is dict:
-        return {key: lent(item, lenders) for key, item in value.items()}
-    if isinstance(value, tuple | dict):
-        return rebuilt(value, lambda item: lent(item, lenders))
+    if type(value) is tuple and {*map(type, value)} <= _TENSORS:
+        return value
+    if isinstance(value, list | tuple | dict):
+        return with_each(value, lambda item: lent(item, lenders))
     return value
 
 
@@ -109,23 +103,27 @@ def resolve(value: Any) -> Any:
         return value.take(current_node())
     if kind is Lazy:
         return value.to_here()
-    if kind is tuple:
-        return tuple([resolve(item) for item in value])
-    if kind is list:
-        return [resolve(item) for item in value]
-    if kind is dict:
-        return {key: resolve(item) for key, item in value.items()}
-    if isinstance(value, tuple | dict):
-        return rebuilt(value, resolve)
+    if isinstance(value, list | tuple | dict):
+        return with_each(value, resolve)
     return value
 
 
-def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A named tuple, or a dict of a class of its own, with each item changed."""
-    if isinstance(value, tuple):
-        items = [change(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else value
-    made = copy.copy(value)
-    for key, item in value.items():
-        made[key] = change(item)
-    return made
+def with_each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A list, a tuple, a named tuple or a dict with each item changed; the same if none is.
+
+    What else the class of a container may have is kept where it can be: a dict is copied, a named
+    tuple made anew. Other lists and tuples of a class of their own are left as they are.
+    """
+    if isinstance(value, dict):
+        items = {key: change(item) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        made = {} if type(value) is dict else copy.copy(value)
+        made.update(items)
+        return made
+    if type(value) not in (list, tuple) and not hasattr(value, "_make"):
+        return value
+    changed = [change(item) for item in value]
+    if all(new is old for new, old in zip(changed, value, strict=True)):
+        return value
+    return value._make(changed) if hasattr(value, "_make") else type(value)(changed)

@@ -13,14 +13,20 @@ Two schedules differ in when backward begins, and so in how many activations a s
   gradients of all passes add up.
 
 Either way the gradients are in the caller's autograd context on each stage's worker, and equal
-those of the whole batch in one process: the loss of a micro-batch counts by its share of the batch.
-What a module computes over its batch (batch normalization) it computes over the micro-batch.
+those of the whole batch in one process: the loss of a micro-batch counts by its share of the rows.
+What a module or a loss computes over its batch otherwise (batch normalization; a mean over those
+targets that are not padding) it computes over the micro-batch.
+
+What comes before the pipeline is run backward once: under 1F1B its graph is cut at the inputs, and
+the gradients of all micro-batches go through it together in a pass of their own.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar, cast
@@ -31,7 +37,8 @@ from torch import Tensor, nn
 from telegrad import autograd
 from telegrad.autograd import AutogradError
 from telegrad.nn.ambient import Ambient, ambient, under
-from telegrad.nn.lazy import Lazy, lazily
+from telegrad.nn.hosted import brought_to
+from telegrad.nn.lazy import Lazy, lazily, with_each
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.stage import HostedStage, Turn, make_stage
 from telegrad.rpc import RRef, rpc_async, rpc_sync
@@ -83,7 +90,8 @@ class Pipeline(nn.Module):
             optimizer.step(context_id)
 
     Called as a module it gives the output of the whole batch, differentiable like any other: that
-    is GPipe, with the loss at the caller. `timeout` bounds each micro-batch in seconds; 0 for none.
+    is GPipe, with the loss at the caller. `timeout` bounds in seconds each call to a stage, with
+    the time that it waits for its turn there: under GPipe that is all of the batch. 0 for none.
     """
 
     def __init__(
@@ -154,9 +162,13 @@ class Pipeline(nn.Module):
     ) -> Tensor:
         """Forward and backward of one batch; returns the loss of the whole batch.
 
-        `loss(output, target)` runs on the worker of the last stage, so it must have a name to
-        travel by. `reduction` says whether it is a mean over the batch or a sum. Other keywords go
-        to the first stage.
+        `loss(output, target)` runs on the worker of the last stage, where it is given targets on
+        the device of the output; it must have a name to travel by. `reduction` says whether it is a
+        mean over the rows of the batch or a sum. A mean over something else, such as the targets
+        that are not padding, is a sum here, divided by what the caller has counted. Other keywords
+        go to the first stage.
+
+        If a micro-batch fails, the context may hold gradients of others: leave it.
         """
         _check_context(context_id)
         if batch_size(target) != batch_size(x):
@@ -165,6 +177,9 @@ class Pipeline(nn.Module):
                 "into micro-batches along their first dimension."
             )
         how = _one_of(Reduction, reduction)
+        before = _Before()
+        if self.schedule is Schedule.ONE_FORWARD_ONE_BACKWARD:
+            x, kwargs = before.cut_off(x), before.cut_off(kwargs)
         inputs = self._inputs(x, kwargs)
         _check_rows(target, batch_size(x), "The target")
         targets = split(target, len(inputs))
@@ -174,6 +189,7 @@ class Pipeline(nn.Module):
             losses = self._all_then_back(inputs, goal)
         else:
             losses = self._one_by_one(inputs, goal)
+            before.run_backward(context_id)
         return torch.stack(losses).sum()
 
     def _all_then_back(self, inputs: list[MicroBatch], goal: _Goal) -> list[Tensor]:
@@ -184,12 +200,18 @@ class Pipeline(nn.Module):
     def _one_by_one(self, inputs: list[MicroBatch], goal: _Goal) -> list[Tensor]:
         run, under_way = next(self._runs), len(self._hosted)
         futures: list[Any] = []
-        for number, part in enumerate(inputs):
-            if number >= under_way:
-                futures[number - under_way].wait()
-            output = self._send(Turn(run, number), part)
-            futures.append(self._at_the_end([output], goal.of(number)))
-        return [future.wait()[0] for future in futures]
+        try:
+            for number, part in enumerate(inputs):
+                if number >= under_way:
+                    futures[number - under_way].wait()
+                output = self._send(Turn(run, number), part)
+                futures.append(self._at_the_end([output], goal.of(number)))
+            return [future.wait()[0] for future in futures]
+        finally:
+            # Whoever is told of a failure finds nothing under way any more.
+            for future in futures:
+                with suppress(Exception):
+                    future.wait()
 
     def _send(self, turn: Turn, part: MicroBatch) -> Lazy[Any]:
         """Let a micro-batch pass through all stages; the output stays at the last."""
@@ -214,6 +236,37 @@ class Pipeline(nn.Module):
         return list(map(MicroBatch, split(x, parts), split(kwargs, parts)))
 
 
+class _Before:
+    """The graph behind the inputs of a pipeline, cut off from it."""
+
+    def __init__(self) -> None:
+        self._cuts: list[tuple[Tensor, Tensor]] = []
+
+    def cut_off(self, value: Any) -> Any:
+        """The value, with a leaf for each tensor that was computed from others."""
+        if isinstance(value, Tensor):
+            if value.grad_fn is None:
+                return value
+            leaf = value.detach().requires_grad_()
+            self._cuts.append((value, leaf))
+            return leaf
+        if isinstance(value, list | tuple | dict):
+            return with_each(value, self.cut_off)
+        return value
+
+    def run_backward(self, context_id: int) -> None:
+        """Let the gradients that the leaves have come to go on."""
+        context = autograd.retrieve_context(context_id)
+        found = context.take_gradients([leaf for _, leaf in self._cuts])
+        roots = [
+            (value * gradient).sum()
+            for (value, _), gradient in zip(self._cuts, found, strict=True)
+            if gradient is not None
+        ]
+        if roots:
+            autograd.backward(context_id, roots)
+
+
 def turn_around(
     outputs: list[Lazy[Any]],
     targets: list[Any],
@@ -226,8 +279,16 @@ def turn_around(
     losses = []
     for output, target, weight in zip(outputs, targets, weights, strict=True):
         value = output.to_here()
+        for tensor in _all_tensors(value):
+            target = brought_to(tensor.device, target)
+            break
         with under(around):
-            losses.append(loss(value, target) * weight)
+            found = loss(value, target)
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"The loss of a pipeline is one tensor, but {loss!r} gave a {type(found).__name__}."
+            )
+        losses.append(found * weight)
     autograd.backward(context_id, losses)
     return [each.detach() for each in losses]
 
@@ -244,12 +305,15 @@ def batch_size(value: Any) -> int:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors that are cut: all but those without a dimension."""
+    return (tensor for tensor in _all_tensors(value) if tensor.dim())
+
+
+def _all_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if value.dim():
-            yield value
+        yield value
     elif isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
+            yield from _all_tensors(item)
 
 
 def _check_rows(value: Any, rows: int, what: str) -> None:
@@ -279,19 +343,27 @@ def split(value: Any, parts: int) -> list[Any]:
 
 def _like(value: Any, items: Iterable[Any]) -> Any:
     """A list, a tuple or a named tuple of the same type."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def join(parts: list[Any]) -> Any:
     """The inverse of `split`, for outputs."""
     first = parts[0]
-    if isinstance(first, Tensor):
+    if isinstance(first, Tensor) and first.dim():
         return torch.cat(parts)
     if isinstance(first, list | tuple):
         return _like(first, [join(list(column)) for column in zip(*parts, strict=True)])
     if isinstance(first, dict):
-        return {key: join([part[key] for part in parts]) for key in first}
-    raise TypeError(f"The last stage gave a {type(first).__name__}, which cannot be put together.")
+        joined = copy.copy(first)
+        joined.update({key: join([part[key] for part in parts]) for key in first})
+        return joined
+    if all(part is None for part in parts):
+        return None
+    what = "tensor without a dimension" if isinstance(first, Tensor) else type(first).__name__
+    raise TypeError(
+        f"The last stage gave a {what} for each micro-batch, and there is no way to tell what it "
+        "would be for the whole batch: give tensors with a row for each row of the batch."
+    )
 
 
 def _weights(sizes: list[int], reduction: Reduction) -> list[float]:

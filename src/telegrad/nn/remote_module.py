@@ -31,7 +31,7 @@ from torch.compiler import is_dynamo_compiling
 from telegrad.nn.ambient import ambient
 from telegrad.nn.hosted import HostedModule, host
 from telegrad.nn.lazy import Lazy, lazily, lent
-from telegrad.rpc import CallFuture, RRef, WorkerInfo, rpc_sync
+from telegrad.rpc import CallFuture, RRef, TelegradError, WorkerInfo, rpc_sync
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.rref import begin_method, finish_method
 from telegrad.wire.codec import extend
@@ -210,6 +210,8 @@ class RemoteModule(nn.Module):
         versions = getattr(state_dict, "_metadata", None) or local_metadata.get(_VERSIONS)
         try:
             missing, unexpected = self._ask.load_state_dict(part, versions, assign)
+        except TelegradError:
+            raise  # The worker did not take the state: it is gone, or does not answer.
         except RuntimeError as error:
             error_msgs.append(f"on worker {self.owner.name!r}: {error}")
             return

@@ -124,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = options("An embedding table over several workers.", steps=300, workers=3)
     parser.add_argument("--rows", type=count, default=600_000, help="of the whole table (600000)")
     chosen = parser.parse_args(argv)
+    if chosen.rows < chosen.workers:
+        parser.error(f"--rows {chosen.rows}: each of {chosen.workers} workers needs one at least")
     workers = names("shard", chosen.workers)
     size = chosen.rows * WIDTH * 4 / 1e6
     print(

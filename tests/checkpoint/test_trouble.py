@@ -257,6 +257,25 @@ def test_an_optimizer_that_the_checkpoint_lacks_keeps_its_state(tmp_path: Path) 
     assert len(before["state"]) == 4
 
 
+def test_a_parameter_that_the_checkpoint_lacks_keeps_its_state(tmp_path: Path) -> None:
+    layers, optimizer = trained()
+    one, two = layers.values()
+    fewer = DistributedOptimizer(optim.Adam, one, lr=0.1)
+    checkpoint.save(tmp_path, {"one": one, "optimizer": fewer})
+    before = optimizer.state_dict()["state"]
+    checkpoint.load(tmp_path, {"one": one, "two": two, "optimizer": optimizer}, strict=False)
+    after = optimizer.state_dict()["state"]
+    assert set(after) == {2, 3}, "the state of the first module was saved, as none"
+    torch.testing.assert_close(after, {index: before[index] for index in after})
+
+
+def test_a_content_that_looks_like_a_group_is_none(tmp_path: Path) -> None:
+    layers, optimizer = trained()
+    contents = {**layers, "optimizer": optimizer, "optimizer.param_groups.note": 3}
+    checkpoint.save(tmp_path, contents)
+    assert checkpoint.load(tmp_path, contents) == {"optimizer.param_groups.note": 3}
+
+
 def test_a_group_gets_the_options_of_the_group_with_the_same_parameters(tmp_path: Path) -> None:
     one, two = linear("worker1", 0), linear("worker2", 1)
     modules_of_both = {"one": one, "two": two}
@@ -270,7 +289,7 @@ def test_a_group_gets_the_options_of_the_group_with_the_same_parameters(tmp_path
     (weight, bias) = (rref for _, rref in one.named_parameters())
     others = [{"params": [weight]}, {"params": [bias, *two.parameters()]}]
     regrouped = DistributedOptimizer(optim.SGD, others, lr=1.0)
-    with pytest.raises(CheckpointError, match=r"no parameter group .* one\.weight: form"):
+    with pytest.raises(CheckpointError, match=r"no parameter group .* one\.weight\. Form"):
         checkpoint.load(tmp_path, {**modules_of_both, "optimizer": regrouped})
     checkpoint.load(tmp_path, {**modules_of_both, "optimizer": regrouped}, strict=False)
     assert [group["lr"] for group in regrouped.param_groups] == [1.0, 1.0]

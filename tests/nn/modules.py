@@ -322,6 +322,28 @@ class Holder(nn.Module):
         return result
 
 
+class HolderOfFirst(nn.Module):
+    """Its remote part comes first."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__()
+        self.there = RemoteModule(worker, mixed, (2,))
+        self.here = nn.Linear(2, 2, bias=False)
+
+
+def remote_one(worker: str) -> nn.Module:
+    return RemoteModule(worker, linear, (2, 2, 2))
+
+
+def hold(module: nn.Module, other: RemoteModule) -> None:
+    module.other = other
+
+
+class Absolute(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
 class Pinned(NamedTuple("Pinned", [("x", Tensor), ("name", str)])):
     """A named tuple that is made otherwise than by its fields."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
@@ -258,6 +258,82 @@ def test_a_copy_has_stages_of_its_own_and_one_that_was_sent_shares_them() -> Non
     assert not copied(x).any()
     assert pipeline(x).any()
     torch.testing.assert_close(rpc.rpc_sync("worker1", run_pipeline, (pipeline, x)), pipeline(x))
+
+
+def distance(output: Tensor, target: Tensor) -> Tensor:
+    return (output.sum(1) - target.abs().sum(1)).square().mean()
+
+
+def first(kind: Any, value: Any) -> Any:
+    return value[0] if kind in (tuple, list, Many) else value["x"] if kind else value
+
+
+class Many(list[Any]):
+    """A list of a class of its own."""
+
+
+class Guarded(dict[str, Any]):
+    """A dict that is changed item by item only."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("not in this way")
+
+
+class FirstOf(nn.Module):
+    """Takes and gives a container."""
+
+    def forward(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            made = type(value)()
+            made["x"] = value["x"] * 2
+            return made
+        return type(value)([value[0] * 2])
+
+
+@pytest.mark.parametrize("kind", [tuple, list, dict, Many, Guarded, Counter, OrderedDict])
+def test_containers_of_any_class_go_in_and_come_out(kind: Any) -> None:
+    def made(x: Tensor) -> Any:
+        if not issubclass(kind, dict):
+            return kind([x])
+        value = kind()
+        value["x"] = x
+        return value
+
+    source = torch.arange(6.0).reshape(3, 2).requires_grad_()
+    pipeline = Pipeline([RemoteModule("worker1", FirstOf)], 2)
+    with autograd.context() as context_id:
+        output = pipeline(made(source * 1))
+        assert type(output) is kind
+        torch.testing.assert_close(first(kind, output), source * 2)
+        lazy = RemoteModule("worker2", nn.Identity).lazy(source)
+        torch.testing.assert_close(
+            first(kind, RemoteModule("worker1", FirstOf)(made(lazy))), source * 2
+        )
+        autograd.backward(context_id, [first(kind, output).sum()])
+        torch.testing.assert_close(
+            autograd.get_gradients(context_id)[source], torch.full((3, 2), 2.0)
+        )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_complex_inputs_and_targets_may_have_a_graph_behind_them(schedule: str) -> None:
+    gradients = []
+    for here in (True, False):
+        a = torch.randn(5, 3, dtype=torch.complex64, generator=torch.manual_seed(1))
+        b = torch.randn(5, 3, generator=torch.manual_seed(2))
+        a.requires_grad_()
+        b.requires_grad_()
+        x, target = a * (1 + 2j), b * 3
+        if here:
+            distance(x.abs(), target).backward()
+            gradients.append([a.grad, b.grad])
+            continue
+        pipeline = Pipeline([RemoteModule("worker1", modules.Absolute)], 2, schedule)
+        with autograd.context() as context_id:
+            pipeline.forward_backward(context_id, x, target, distance)
+            found = autograd.get_gradients(context_id)
+            gradients.append([found[a], found[b]])
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -446,3 +446,44 @@ def test_inputs_follow_a_module_to_another_device(way: str) -> None:
     assert module(x()) == ["meta"]
     assert module(OrderedDict(a=x())) == ["meta"]
     assert module(modules.Pinned(x())._replace(name=x())) == ["meta", "meta"]
+
+
+def test_the_parameters_of_nested_remote_modules_are_in_the_order_of_torch() -> None:
+    holder = RemoteModule("worker1", modules.HolderOfFirst, ("worker2",))
+    names = [name for name, _ in holder.named_parameters()]
+    assert names == [name for name in holder.state_dict() if name in names]
+    assert names[-1] == "here.weight"
+    holder.double()
+    dtypes = {value.dtype for value in holder.state_dict().values()}
+    assert dtypes == {torch.float64, torch.int64}
+
+
+def test_a_remote_module_may_be_all_that_a_remote_one_is(tmp_path: Path) -> None:
+    module = RemoteModule("worker1", modules.remote_one, ("worker2",))
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+    optimizer = DistributedOptimizer(torch.optim.SGD, module, lr=0.1)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    checkpoint.save(tmp_path, {"module": module, "optimizer": optimizer})
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [module(torch.ones(1, 2)).sum()])
+        optimizer.step(context_id)
+    assert not torch.equal(module.state_dict()["weight"], before["weight"])
+    checkpoint.load(tmp_path, {"module": module, "optimizer": optimizer})
+    torch.testing.assert_close(dict(module.state_dict()), before)
+
+
+def test_remote_modules_that_hold_each_other_are_refused(tmp_path: Path) -> None:
+    one = RemoteModule("worker1", modules.linear, (2, 2, 0))
+    two = RemoteModule("worker2", modules.linear, (2, 2, 0))
+    one.run(modules.hold, two)
+    two.run(modules.hold, one)
+    try:
+        for ask in (
+            lambda: list(one.named_parameters()),
+            lambda: one.requires_grad_(False),
+            lambda: checkpoint.save(tmp_path, {"one": one}),
+        ):
+            with pytest.raises(Exception, match="inside of itself"):
+                ask()
+    finally:
+        one.run(delattr, "other")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import time
 from typing import Any
 
@@ -330,6 +331,51 @@ def test_the_gradients_of_a_context_never_count_twice() -> None:
         autograd.backward(context_id, [loss_of(twin, batch)])
         expected.step(context_id)
     assert_same_state(spread, twin)
+
+
+def test_a_context_that_is_accumulated_twice_at_once_counts_once() -> None:
+    spread, twin = Spread(), Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    expected = DistributedOptimizer(optim.SGD, twin, lr=0.1)
+    (batch,) = batches(1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batch)])
+        refused: list[OptimizerError] = []
+
+        def accumulate() -> None:
+            try:
+                optimizer.accumulate(context_id)
+            except OptimizerError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=accumulate) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(refused) == 3
+        # As if one worker had not answered in time, and it were tried again.
+        optimizer._accumulated.clear()
+        optimizer.accumulate(context_id)
+        optimizer.step()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(twin, batch)])
+        expected.step(context_id)
+    assert_same_state(spread, twin)
+
+
+def test_what_was_to_be_clipped_by_itself_is_not_stepped_unclipped() -> None:
+    spread = Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
+        optimizer.accumulate(context_id)
+    optimizer.clip_grad_norm_(None, 0.1)
+    with autograd.context() as context_id:
+        with pytest.raises(OptimizerError, match="under the context None"):
+            optimizer.step(context_id)
+        optimizer.step()
+        optimizer.step(context_id)
 
 
 def test_a_step_without_a_context_says_what_is_missing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -124,12 +125,16 @@ def test_lists_and_lazy_losses_are_scaled() -> None:
     remote = RemoteModule("worker1", nn.Linear, (2, 1))
     scaler = GradScaler(init_scale=8.0)
     losses = scaler.scale([torch.ones(()), (torch.ones(()),)])
-    assert losses == [torch.tensor(8.0), [torch.tensor(8.0)]]
+    assert losses == [torch.tensor(8.0), (torch.tensor(8.0),)]
     with autograd.context() as context_id:
         scaler.scale(remote.lazy(torch.ones(1, 2)).then(torch.sum)).backward(context_id)
         assert remote.run(bias_gradient, context_id) == 8.0
     with pytest.raises(TypeError, match="A loss is a tensor"):
         scaler.scale(1.0)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="A loss is a tensor"):
+        scaler.scale("loss")
+    with pytest.raises(TypeError, match="give init_scale by its name"):
+        GradScaler(8.0)  # type: ignore[arg-type]
 
 
 def bias_gradient(module: nn.Linear, context_id: int) -> float:
@@ -203,3 +208,53 @@ def test_what_torchs_scaler_can_be_asked_this_one_can_be_too() -> None:
     assert scaler.scale(half).dtype == plain.scale(half).dtype == torch.float32
     with pytest.raises(OptimizerError, match="not enabled"):
         scaler.load_state_dict(GradScaler(enabled=False).state_dict())
+
+
+def test_a_step_that_is_skipped_leaves_other_contexts_as_they_are() -> None:
+    """And zero_grad, too: what was to be unscaled still is, and is not applied as it is."""
+    fine, bad = Spread(), OverflowsInTheMiddle()
+    before = copy.deepcopy(fine.state_dict())
+    optimizer = DistributedOptimizer(optim.SGD, [fine, bad], lr=0.1)
+    scaler = GradScaler(init_scale=1024.0)
+    (batch,) = batches(1)
+
+    def in_one_context() -> None:
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [scaler.scale(loss_of(bad, batch))])
+            assert not scaler.step(optimizer, context_id)
+
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [scaler.scale(loss_of(fine, batch))])
+        scaler.unscale_(optimizer, context_id)
+        other = threading.Thread(target=in_one_context)
+        other.start()
+        other.join(30)
+        optimizer.zero_grad()
+        assert scaler.step(optimizer, context_id)
+    twin = Spread()
+    expected = DistributedOptimizer(optim.SGD, twin, lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(twin, batch)])
+        expected.step(context_id)
+    torch.testing.assert_close(dict(fine.state_dict()), dict(twin.state_dict()))
+    assert not torch.equal(fine.state_dict()["last.weight"], before["last.weight"])
+
+
+def test_what_was_accumulated_and_dropped_is_unscaled_when_it_comes_again() -> None:
+    spread, twin = Spread(), Spread()
+    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    expected = DistributedOptimizer(optim.SGD, twin, lr=0.1)
+    scaler = GradScaler(init_scale=64.0)
+    (batch,) = batches(1)
+    for dropped in (True, False):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [scaler.scale(loss_of(spread, batch))])
+            optimizer.accumulate(context_id)
+        if dropped:
+            scaler.unscale_(optimizer, None)
+            optimizer.zero_grad()
+    assert scaler.step(optimizer)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss_of(twin, batch)])
+        expected.step(context_id)
+    torch.testing.assert_close(dict(spread.state_dict()), dict(twin.state_dict()))

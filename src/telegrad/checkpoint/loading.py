@@ -11,7 +11,7 @@ A checkpoint is made of pickles, as torch makes them: load only what you trust.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,10 @@ class Staged:
         self._part = part
         metadata = stored.metadata
         self.names = optimizer_names(part)
-        self._known = [name for name in self.names if _knows(metadata, name)]
+        groups = _stored_groups(stored, self.names)
+        self._known = {
+            name: _members(groups[name]) for name in self.names if _knows(metadata, name)
+        }
         fitting = table_of(part)
         optimizers = tuple(f"{name}.state." for name in self.names)
         required = [n for n in fitting if not n.startswith(optimizers)]
@@ -208,20 +211,34 @@ def _optimizers(contents: Mapping[str, object]) -> dict[str, DistributedOptimize
 
 
 def _stored_groups(
-    stored: Stored, optimizers: Iterable[str]
+    stored: Stored, optimizers: Collection[str]
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """The groups of each optimizer as they were saved: options, and the names of parameters."""
-    keys = {
-        name: [k for k in stored.metadata.state_dict_metadata if k.startswith(_groups_of(name))]
-        for name in optimizers
-    }
-    values = _read(stored, [key for found in keys.values() for key in found])
-    groups: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in keys}
-    for name, found in keys.items():
-        for key in found:
-            index, _, option = key.removeprefix(_groups_of(name)).partition(".")
-            groups[name].setdefault(int(index), {})[option] = values[key]
+    places: dict[str, tuple[str, int, str]] = {}
+    for name in optimizers:
+        for key in stored.metadata.state_dict_metadata:
+            if place := _place_in_group(key, name):
+                places[key] = name, *place
+    values = _read(stored, places)
+    groups: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in optimizers}
+    for key, (name, place, option) in places.items():
+        groups[name].setdefault(place, {})[option] = values[key]
     return groups
+
+
+def _members(groups: Mapping[int, Mapping[str, Any]]) -> set[str] | None:
+    """The names of the parameters in all groups, if the checkpoint has them."""
+    lists = [group["params"] for group in groups.values() if "params" in group]
+    return {name for each in lists for name in each} if lists else None
+
+
+def _place_in_group(key: str, optimizer: str) -> tuple[int, str] | None:
+    """The group and the option that a name is about. Torch has another form, too, which names
+    parameters in the place of numbers."""
+    index, _, option = key.removeprefix(_groups_of(optimizer)).partition(".")
+    if not key.startswith(_groups_of(optimizer)) or not index.isdecimal():
+        return None
+    return int(index), option
 
 
 def _groups_of(optimizer: str) -> str:
@@ -259,8 +276,9 @@ def _options_for(
         elif strict:
             raise CheckpointError(
                 f"The checkpoint has no parameter group of the optimizer {name} with just the "
-                f"parameters {_listed(members)}: form the groups as they were saved, or load with "
-                "strict=False, which leaves the options of such a group as they are."
+                f"parameters {_listed(members)}. Form the groups as they were saved, and load the "
+                "modules after which parameters are named together with the optimizer; or load "
+                "with strict=False, which leaves the options of such a group as they are."
             )
     return found
 
@@ -300,11 +318,11 @@ def _listed(names: list[str]) -> str:
 
 
 def _wanted_objects(
-    objects: Table, optimizers: Iterable[str], metadata: Metadata, strict: bool
+    objects: Table, optimizers: Collection[str], metadata: Metadata, strict: bool
 ) -> list[str]:
     """The driver's names, but for the options of optimizers."""
-    options = tuple(map(_groups_of, optimizers))
-    return _present([n for n in objects if not n.startswith(options)], metadata, strict)
+    values = [name for name in objects if not any(_place_in_group(name, o) for o in optimizers)]
+    return _present(values, metadata, strict)
 
 
 def _read(stored: Stored, names: Iterable[str]) -> Table:

@@ -65,7 +65,7 @@ def _hosted(name: str, root: nn.Module) -> Iterator[tuple[str, RRef[HostedModule
         if isinstance(module, RemoteModule):
             yield path, module.rref
             for inside, rref in module.rref.rpc_sync(module.timeout).hosted_inside():
-                yield f"{path}.{inside}", rref
+                yield f"{path}.{inside}" if inside else path, rref
 
 
 def check_contents(contents: Mapping[str, object]) -> None:
@@ -181,11 +181,14 @@ def merged(answers: Iterable[ParameterNames]) -> ParameterNames:
     return names
 
 
-def apply(part: Part, table: Mapping[str, Any], known: Collection[str]) -> None:
+def apply(
+    part: Part, table: Mapping[str, Any], known: Mapping[str, Collection[str] | None]
+) -> None:
     """On the worker: take over what was loaded for its part.
 
-    Of the optimizers only those that are `known` to the checkpoint: what it has for them, which may
-    be nothing, is all that they keep.
+    Of the optimizers only those that are `known` to the checkpoint, with the parameters that they
+    had there, or None if it does not say. What it has for these, which may be nothing, is all that
+    they keep.
     """
     for name, module in _modules(part).items():
         with leaving_out_remote_modules(), named(name, REFUSES):
@@ -199,12 +202,17 @@ def apply(part: Part, table: Mapping[str, Any], known: Collection[str]) -> None:
     for name, names in optimizer_names(part).items():
         if name in known:
             leads = {state_lead(name, parameter): index for index, parameter in names.items()}
-            state_of: dict[int, dict[str, Any]] = {}
+            parameters, optimizer = known[name], part.optimizers[name].local_value()
+            state_of: dict[int, dict[str, Any]] = {
+                index: kept
+                for index, kept in optimizer.state().items()
+                if parameters is not None and names[index] not in parameters
+            }
             for key, value in table.items():
                 if lead := lead_of(key, leads):
                     state_of.setdefault(leads[lead], {})[key.removeprefix(lead)] = value
             with named(name, REFUSES):
-                part.optimizers[name].local_value().load_state(state_of, {})
+                optimizer.load_state(state_of, {})
 
 
 REFUSES = "does not take what was saved, and the job may now be loaded in part"

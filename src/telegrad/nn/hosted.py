@@ -23,6 +23,10 @@ from telegrad.rpc import RRef
 Conversions = Mapping[torch.dtype, tuple[torch.dtype, torch.device | None]]
 
 
+Chain = tuple[tuple[int, ...], ...]
+"""The remote modules that lead to one inside of them, by their references."""
+
+
 class HostedModule:
     """A module and the device to which its inputs are brought."""
 
@@ -81,32 +85,42 @@ class HostedModule:
         self._changed()
         return function(self.module, *args, **kwargs)
 
-    def named_parameters(self, recurse: bool) -> list[tuple[str, RRef[nn.Parameter]]]:
-        """Those that live here, and those of remote modules inside of this one."""
-        found = [(name, RRef(p)) for name, p in self.module.named_parameters(recurse=recurse)]
-        for path, remote in self._remote_modules() if recurse else ():
-            found += remote.named_parameters(prefix=path)
+    def named_parameters(
+        self, recurse: bool, within: Chain = ()
+    ) -> list[tuple[str, RRef[nn.Parameter]]]:
+        """Those that live here and those of remote modules inside, in the order of torch's own."""
+        return self._named("named_parameters", recurse, within)
+
+    def named_buffers(
+        self, recurse: bool, within: Chain = ()
+    ) -> list[tuple[str, RRef[torch.Tensor]]]:
+        return self._named("named_buffers", recurse, within)
+
+    def _named(self, which: str, recurse: bool, within: Chain) -> list[tuple[str, RRef[Any]]]:
+        found: list[tuple[str, RRef[Any]]] = []
+        seen: set[torch.Tensor] = set()
+        for path, module in self.module.named_modules() if recurse else [("", self.module)]:
+            if _is_remote(module):
+                inside = getattr(_asked(module, within), which)(recurse, _extended(within, module))
+                found += [(_joined(path, name), rref) for name, rref in inside]
+                continue
+            for name, tensor in getattr(module, which)(prefix=path, recurse=False):
+                if tensor not in seen:
+                    seen.add(tensor)
+                    found.append((name, RRef(tensor)))
         return found
 
-    def named_buffers(self, recurse: bool) -> list[tuple[str, RRef[torch.Tensor]]]:
-        found = [(name, RRef(b)) for name, b in self.module.named_buffers(recurse=recurse)]
-        for path, remote in self._remote_modules() if recurse else ():
-            found += remote.named_buffers(prefix=path)
-        return found
-
-    def hosted_inside(self) -> list[tuple[str, RRef[HostedModule]]]:
+    def hosted_inside(self, within: Chain = ()) -> list[tuple[str, RRef[HostedModule]]]:
         """The remote modules inside of this one, and those inside of them, by their paths."""
         found = []
         for path, remote in self._remote_modules():
-            inside = remote.rref.rpc_sync(remote.timeout).hosted_inside()
-            found += [(path, remote.rref), *((f"{path}.{name}", rref) for name, rref in inside)]
+            inside = _asked(remote, within).hosted_inside(_extended(within, remote))
+            found += [(path, remote.rref), *((_joined(path, name), rref) for name, rref in inside)]
         return found
 
     def _remote_modules(self) -> list[tuple[str, Any]]:
-        from telegrad.nn.remote_module import RemoteModule
-
         modules = self.module.named_modules()
-        return [(path, module) for path, module in modules if isinstance(module, RemoteModule)]
+        return [(path, module) for path, module in modules if _is_remote(module)]
 
     def copied(self) -> RRef[HostedModule]:
         """A reference to a copy that shares nothing with this module."""
@@ -140,14 +154,17 @@ class HostedModule:
 
     def _follow_device(self) -> None:
         """The module was moved: inputs are to be brought to where it is."""
-        self.device = next((tensor.device for tensor in self._tensors()), None)
+        self.device = next((tensor.device for tensor in self._tensors()), self.device)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         return chain(self.module.parameters(), self.module.buffers())
 
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes of all parameters and buffers."""
-        return list(dict.fromkeys(tensor.dtype for tensor in self._tensors()))
+    def dtypes(self, within: Chain = ()) -> list[torch.dtype]:
+        """The dtypes of all parameters and buffers, those of remote modules inside as well."""
+        found = dict.fromkeys(tensor.dtype for tensor in self._tensors())
+        for _, remote in self._remote_modules():
+            found |= dict.fromkeys(_asked(remote, within).dtypes(_extended(within, remote)))
+        return list(found)
 
     def convert(self, conversions: Conversions) -> None:
         """Bring each tensor to the dtype, and the device if one is given, of its own dtype."""
@@ -161,20 +178,45 @@ class HostedModule:
         if any(device is not None for _, device in conversions.values()):
             self._follow_device()
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        self.module.zero_grad(set_to_none)
+    def zero_grad(self, set_to_none: bool, within: Chain = ()) -> None:
+        if not _is_remote(self.module):
+            self.module.zero_grad(set_to_none)
         for _, remote in self._remote_modules():
-            remote.zero_grad(set_to_none)
+            _asked(remote, within).zero_grad(set_to_none, _extended(within, remote))
 
-    def requires_grad_(self, requires_grad: bool) -> None:
+    def requires_grad_(self, requires_grad: bool, within: Chain = ()) -> None:
         self._changed()
-        self.module.requires_grad_(requires_grad)
+        if not _is_remote(self.module):
+            self.module.requires_grad_(requires_grad)
         for _, remote in self._remote_modules():
-            remote.requires_grad_(requires_grad)
+            _asked(remote, within).requires_grad_(requires_grad, _extended(within, remote))
 
     def apply(self, function: Callable[[nn.Module], None]) -> None:
         self._changed()
         self.module.apply(function)
+
+
+def _is_remote(module: nn.Module) -> bool:
+    from telegrad.nn.remote_module import RemoteModule
+
+    return isinstance(module, RemoteModule)
+
+
+def _asked(remote: Any, within: Chain) -> Any:
+    """What a remote module inside of this one has to say; `within` leads from the first here."""
+    if tuple(remote.rref._reference) in within:
+        raise ValueError(
+            f"{remote!r} is inside of itself: remote modules that hold each other have no end."
+        )
+    return remote.rref.rpc_sync(remote.timeout)
+
+
+def _extended(within: Chain, remote: Any) -> Chain:
+    return (*within, tuple(remote.rref._reference))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
 
 
 def brought_to(device: torch.device, value: Any) -> Any:

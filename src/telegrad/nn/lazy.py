@@ -109,21 +109,28 @@ def resolve(value: Any) -> Any:
 
 
 def with_each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A list, a tuple, a named tuple or a dict with each item changed; the same if none is.
-
-    What else the class of a container may have is kept where it can be: a dict is copied, a named
-    tuple made anew. Other lists and tuples of a class of their own are left as they are.
-    """
+    """A list, a tuple or a dict, of whatever class, with each item changed; the same if none is."""
     if isinstance(value, dict):
         items = {key: change(item) for key, item in value.items()}
-        if all(items[key] is item for key, item in value.items()):
-            return value
-        made = {} if type(value) is dict else copy.copy(value)
-        made.update(items)
-        return made
-    if type(value) not in (list, tuple) and not hasattr(value, "_make"):
-        return value
+        same = all(items[key] is item for key, item in value.items())
+        return value if same else like(value, items)
     changed = [change(item) for item in value]
-    if all(new is old for new, old in zip(changed, value, strict=True)):
-        return value
-    return value._make(changed) if hasattr(value, "_make") else type(value)(changed)
+    same = all(new is old for new, old in zip(changed, value, strict=True))
+    return value if same else like(value, changed)
+
+
+def like(value: Any, items: Any) -> Any:
+    """A list, a tuple or a dict of the class of `value`, with these items instead of its own."""
+    if type(value) in (list, tuple, dict):
+        return type(value)(items)
+    if hasattr(value, "_make"):
+        return value._make(items)
+    if isinstance(value, tuple):
+        return type(value)(items)
+    made = copy.copy(value)
+    if isinstance(value, list):
+        made[:] = items
+    else:
+        for key, item in items.items():
+            made[key] = item
+    return made

@@ -23,9 +23,8 @@ the gradients of all micro-batches go through it together in a pass of their own
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -38,7 +37,7 @@ from telegrad import autograd
 from telegrad.autograd import AutogradError
 from telegrad.nn.ambient import Ambient, ambient, under
 from telegrad.nn.hosted import brought_to
-from telegrad.nn.lazy import Lazy, lazily, with_each
+from telegrad.nn.lazy import Lazy, lazily, like, with_each
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.stage import HostedStage, Turn, make_stage
 from telegrad.rpc import RRef, rpc_async, rpc_sync
@@ -179,7 +178,7 @@ class Pipeline(nn.Module):
         how = _one_of(Reduction, reduction)
         before = _Before()
         if self.schedule is Schedule.ONE_FORWARD_ONE_BACKWARD:
-            x, kwargs = before.cut_off(x), before.cut_off(kwargs)
+            x, target, kwargs = before.cut_off(x), before.cut_off(target), before.cut_off(kwargs)
         inputs = self._inputs(x, kwargs)
         _check_rows(target, batch_size(x), "The target")
         targets = split(target, len(inputs))
@@ -259,12 +258,17 @@ class _Before:
         context = autograd.retrieve_context(context_id)
         found = context.take_gradients([leaf for _, leaf in self._cuts])
         roots = [
-            (value * gradient).sum()
+            _with_gradient(value, gradient)
             for (value, _), gradient in zip(self._cuts, found, strict=True)
             if gradient is not None
         ]
         if roots:
             autograd.backward(context_id, roots)
+
+
+def _with_gradient(value: Tensor, gradient: Tensor) -> Tensor:
+    """A root from which the value gets just that gradient."""
+    return (value * gradient.conj()).real.sum() if value.is_complex() else (value * gradient).sum()
 
 
 def turn_around(
@@ -334,16 +338,11 @@ def split(value: Any, parts: int) -> list[Any]:
     if isinstance(value, list | tuple):
         columns = [split(item, parts) for item in value]
         rows = zip(*columns, strict=True) if columns else [()] * parts
-        return [_like(value, row) for row in rows]
+        return [like(value, list(row)) for row in rows]
     if isinstance(value, dict):
         cut = {key: split(item, parts) for key, item in value.items()}
-        return [{key: rows[part] for key, rows in cut.items()} for part in range(parts)]
+        return [like(value, {key: rows[i] for key, rows in cut.items()}) for i in range(parts)]
     return [value] * parts
-
-
-def _like(value: Any, items: Iterable[Any]) -> Any:
-    """A list, a tuple or a named tuple of the same type."""
-    return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def join(parts: list[Any]) -> Any:
@@ -352,11 +351,9 @@ def join(parts: list[Any]) -> Any:
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(parts)
     if isinstance(first, list | tuple):
-        return _like(first, [join(list(column)) for column in zip(*parts, strict=True)])
+        return like(first, [join(list(column)) for column in zip(*parts, strict=True)])
     if isinstance(first, dict):
-        joined = copy.copy(first)
-        joined.update({key: join([part[key] for part in parts]) for key in first})
-        return joined
+        return like(first, {key: join([part[key] for part in parts]) for key in first})
     if all(part is None for part in parts):
         return None
     what = "tensor without a dimension" if isinstance(first, Tensor) else type(first).__name__

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Set
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -90,6 +91,7 @@ class DistributedOptimizer(Optimizer):
         self._treatments: dict[int | None, list[Treatment]] = {}
         self._accumulated: set[int] = set()
         """The contexts whose gradients wait for the next step."""
+        self._accumulating = threading.Lock()
         self._failure: StepFailed | None = None
         self._atomic = atomic
         self._numbers = itertools.count()
@@ -172,9 +174,14 @@ class DistributedOptimizer(Optimizer):
         clear. `.grad` is neither used nor changed.
         """
         _refuse_in_graph("zero_grad")
-        self._treatments.clear()
+        self._treatments.pop(None, None)
         self._accumulated.clear()
         self._parts.on_all("zero_grad")
+
+    def give_up(self, context_id: int | None) -> None:
+        """Do not step with the gradients of a context, nor with what was accumulated."""
+        self._treatments.pop(context_id, None)
+        self.zero_grad()
 
     def accumulate(self, context_id: int) -> None:
         """Add the gradients of a context to those that the next step will apply.
@@ -185,9 +192,15 @@ class DistributedOptimizer(Optimizer):
         if is_dynamo_compiling():
             _traced().perform(self, "accumulate", context_id, [])
             return
-        self._check_context(context_id)
-        self._parts.on_all("accumulate", context_id)
-        self._accumulated.add(context_id)
+        with self._accumulating:
+            self._check_context(context_id)
+            self._accumulated.add(context_id)
+        try:
+            self._parts.on_all("accumulate", context_id)
+        except BaseException:
+            # Those that have added it know that they have: it can be tried again.
+            self._accumulated.discard(context_id)
+            raise
 
     def _check_context(self, context_id: int | None) -> None:
         """That there is such a context, and that its gradients would not count twice."""
@@ -216,7 +229,7 @@ class DistributedOptimizer(Optimizer):
         _refuse_in_graph("clip_grad_norm_")
         self._check_context(context_id)
         norm_type = float(norm_type)
-        asked = (context_id, tuple(self._treatments.get(context_id, ())), norm_type)
+        asked = (context_id, self.treatments(context_id), norm_type)
         answers = self._parts.on_all("norms", *asked)
         by_index = {i: norm for answer in answers.values() for i, norm in answer.items()}
         norms = [by_index[index] for index in sorted(by_index)]
@@ -240,7 +253,7 @@ class DistributedOptimizer(Optimizer):
         """Whether no gradient on any worker has an infinity or a NaN."""
         _refuse_in_graph("all_finite")
         self._check_context(context_id)
-        asked = (context_id, tuple(self._treatments.get(context_id, ())))
+        asked = (context_id, self.treatments(context_id))
         return all(self._parts.on_all("all_finite", *asked).values())
 
     @outside_of_graphs
@@ -250,6 +263,10 @@ class DistributedOptimizer(Optimizer):
         if context_id not in self._treatments:
             self._forget_ended_contexts()
         self._treatments.setdefault(context_id, []).append(treatment)
+
+    def treatments(self, context_id: int | None) -> Sequence[Treatment]:
+        """What is to be done to the gradients of the next step."""
+        return tuple(self._treatments.get(context_id, ()))
 
     def _forget_ended_contexts(self) -> None:
         """Whoever clips does not always step."""
@@ -284,6 +301,12 @@ class DistributedOptimizer(Optimizer):
         self._check_context(context_id)
         self._refuse_after_failure()
         used = set(self._accumulated)
+        if context_id is not None and self._treatments.get(None):
+            raise OptimizerError(
+                "What was accumulated was to be clipped or unscaled by itself, under the context "
+                "None: accumulate this context as well, and step() without its id; or clip and "
+                "unscale under the id with which you step."
+            )
         if context_id is None and not used:
             raise OptimizerError(
                 "step() has nothing to apply: gradients are kept by context, so give it the id of "

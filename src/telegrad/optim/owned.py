@@ -60,6 +60,7 @@ class Undo:
     state: dict[Any, Any]
     options: list[Options]
     accumulated: dict[int, Tensor]
+    contexts: set[int]
 
 
 class OwnedOptimizer:
@@ -77,6 +78,8 @@ class OwnedOptimizer:
         self._parameters: list[Tensor] = []
         self._groups: list[int] = []
         self._accumulated: dict[int, Tensor] = {}  # by place in _parameters
+        self._contexts: set[int] = set()
+        """Those that are in what was accumulated. None counts twice, whoever tries again."""
         self._undo: Undo | None = None
         self._undone = -1  # Steps up to this number are not to be made any more.
         found = [self._found(group) for group in groups]
@@ -157,11 +160,14 @@ class OwnedOptimizer:
 
     def accumulate(self, context_id: int) -> None:
         with grad_slots:
-            for place, gradient in self._of_context(context_id).items():
-                self._accumulated[place] = add(self._accumulated.get(place), gradient)
+            if context_id not in self._contexts:
+                self._contexts.add(context_id)
+                for place, gradient in self._of_context(context_id).items():
+                    self._accumulated[place] = add(self._accumulated.get(place), gradient)
 
     def zero_grad(self) -> None:
         self._accumulated.clear()
+        self._contexts.clear()
 
     def norms(
         self, context_id: int | None, treatments: Sequence[Treatment], norm_type: float
@@ -234,7 +240,7 @@ class OwnedOptimizer:
                 for parameter, gradient in zip(self._parameters, aside, strict=True):
                     parameter.grad = gradient
             self._undo = undo
-            self._accumulated.clear()
+            self.zero_grad()
 
     def _put(self, gradients: Mapping[int, Tensor]) -> None:
         place = 0
@@ -269,7 +275,8 @@ class OwnedOptimizer:
         state = copy.deepcopy(dict(self._optimizer.state), same)
         groups = self._optimizer.param_groups
         options = [copy.deepcopy(without_params(group), same) for group in groups]
-        return Undo(number, parameters, state, options, dict(self._accumulated))
+        accumulated, contexts = dict(self._accumulated), set(self._contexts)
+        return Undo(number, parameters, state, options, accumulated, contexts)
 
     def _restore(self, undo: Undo) -> None:
         """Not by `load_state_dict`, which casts state to the dtype of its parameter."""
@@ -282,7 +289,7 @@ class OwnedOptimizer:
             for name in without_params(group).keys() - options.keys():
                 del group[name]
             group.update(options)
-        self._accumulated = dict(undo.accumulated)
+        self._accumulated, self._contexts = dict(undo.accumulated), set(undo.contexts)
 
     def undo(self, number: int) -> None:
         """Take a step back that another worker could not make; refuse it if it has yet to come."""
@@ -320,7 +327,7 @@ class OwnedOptimizer:
             for place, index in enumerate(self._groups):
                 packed["param_groups"][place].update(options.get(index, {}))
             self._optimizer.load_state_dict(packed)
-            self._accumulated.clear()
+            self.zero_grad()
             self._undo = None
 
     def named_parameters(self) -> list[tuple[Member, Tensor]]:

@@ -14,6 +14,9 @@ from telegrad.optim.errors import OptimizerError
 from telegrad.optim.treatment import Scale
 from telegrad.rpc.outside import outside_of_graphs
 
+Key = tuple[int, int | None]
+"""An optimizer by its identity, and a context."""
+
 
 class GradScaler:
     """As `torch.amp.GradScaler`, for gradients that lie on many workers.
@@ -37,7 +40,11 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        torch.device(device)  # Refuses what is none.
+        if not isinstance(device, str | torch.device):
+            raise TypeError(
+                f"The first argument of a scaler is a device, as torch's has it, not {device!r}: "
+                "give init_scale by its name."
+            )
         if growth_factor <= 1.0:
             raise ValueError(f"growth_factor must be above 1, not {growth_factor}")
         if not 0.0 < backoff_factor < 1.0:
@@ -48,9 +55,11 @@ class GradScaler:
         self._growth_interval = growth_interval
         self._growth_tracker = 0
         self._enabled = enabled
-        self._finite: dict[tuple[int, int | None], bool] = {}
+        self._finite: dict[Key, bool] = {}
         """Of each optimizer and context since `update`: whether all gradients are finite."""
-        self._stepped: set[tuple[int, int | None]] = set()
+        self._unscaling: dict[Key, Scale] = {}
+        """How the optimizer is to unscale them, unless it was told to drop them meanwhile."""
+        self._stepped: set[Key] = set()
 
     def is_enabled(self) -> bool:
         return self._enabled
@@ -91,8 +100,9 @@ class GradScaler:
             return loss * torch.tensor(self._scale, device=loss.device)
         if isinstance(loss, Lazy):
             return loss.then(_scaled, self._scale)
-        if isinstance(loss, Iterable):
-            return [self.scale(each) for each in loss]
+        if isinstance(loss, Iterable) and not isinstance(loss, str):
+            scaled = map(self.scale, loss)
+            return tuple(scaled) if isinstance(loss, tuple) else list(scaled)
         raise TypeError(f"A loss is a tensor or a Lazy, or a list of them, not {loss!r:.100}.")
 
     @outside_of_graphs
@@ -106,12 +116,19 @@ class GradScaler:
         if not self._enabled:
             return
         key = (id(optimizer), context_id)
-        if key in self._finite:
+        if self._is_unscaled(optimizer, context_id):
             raise OptimizerError(
                 "unscale_() has already been called for this optimizer and context since update()."
             )
         self._finite[key] = optimizer.all_finite(context_id)
-        optimizer.treat(context_id, Scale(1.0 / self._scale))
+        self._unscaling[key] = Scale(1.0 / self._scale)
+        optimizer.treat(context_id, self._unscaling[key])
+
+    def _is_unscaled(self, optimizer: DistributedOptimizer, context_id: int | None) -> bool:
+        asked = self._unscaling.get((id(optimizer), context_id))
+        if asked is None:
+            return False
+        return any(each is asked for each in optimizer.treatments(context_id))
 
     @outside_of_graphs
     def step(self, optimizer: DistributedOptimizer, context_id: int | None = None) -> bool:
@@ -124,13 +141,13 @@ class GradScaler:
             raise OptimizerError(
                 "step() has already been called for this optimizer and context since update()."
             )
-        if key not in self._finite:
+        if not self._is_unscaled(optimizer, context_id):
             self.unscale_(optimizer, context_id)
         if self._finite[key]:
-            # If it fails and is undone, what has been unscaled stays so, for another try.
+            # If it fails and is undone, the optimizer still has to unscale them.
             optimizer.step(context_id)
         else:
-            optimizer.zero_grad()
+            optimizer.give_up(context_id)
         self._stepped.add(key)
         return self._finite[key]
 
@@ -154,6 +171,7 @@ class GradScaler:
                 self._scale *= self._growth_factor
                 self._growth_tracker = 0
         self._finite.clear()
+        self._unscaling.clear()
         self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def _trackable(
     """Buffers to be sent, and the tensors whose memory they are. Nobody could tell whether a tensor
     of inference mode was changed since: then copies are sent."""
     if any(map(Tensor.is_inference, tensors)):
-        return [memoryview(bytes(buffer)) for buffer in buffers], ()
+        return [memoryview(bytearray(buffer)) for buffer in buffers], ()
     return buffers, tensors
 
 

@@ -217,8 +217,8 @@ def _stored_groups(
     places: dict[str, tuple[str, int, str]] = {}
     for name in optimizers:
         for key in stored.metadata.state_dict_metadata:
-            if place := _place_in_group(key, name):
-                places[key] = name, *place
+            if found := _place_in_group(key, name):
+                places[key] = name, *found
     values = _read(stored, places)
     groups: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in optimizers}
     for key, (name, place, option) in places.items():

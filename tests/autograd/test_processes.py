@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from telegrad import rpc
-from telegrad.autograd import api
+from telegrad.autograd import api, participant
 from telegrad.autograd.errors import AutogradError, PassFailed, UnusedResult
 from telegrad.rpc.errors import RemoteTraceback
 from tests.autograd.comparison import Skip
@@ -139,6 +139,29 @@ def test_fast_mode_names_the_result_that_was_not_used(names: list[str]) -> None:
     finally:
         service.stall_time = patience
     wait_until_clean(names)
+
+
+def test_a_result_that_comes_during_the_pass_does_not_hold_it_up(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was begun before, nobody uses it, and its sender waits to be told so."""
+    monkeypatch.setattr(participant, "PATIENCE", 60.0)
+    for _ in range(6):
+        x = torch.ones(3, requires_grad=True)
+        with api.context() as context_id:
+            y = rpc.rpc_sync(names[1], weighted, args=(x,))
+            unused = rpc.rpc_async(names[2], weighted, args=(y,))
+            api.backward(context_id, [y.sum()], timeout=20)
+            torch.testing.assert_close(api.get_gradients(context_id)[x], torch.full((3,), 2.0))
+            unused.wait()
+
+
+def test_no_bound_is_no_bound(names: list[str]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with api.context() as context_id:
+        y = rpc.rpc_sync(names[1], along, args=(x, [names[2], names[3], names[1]]))
+        api.backward(context_id, [y.sum()], timeout=0)
+        assert x in api.get_gradients(context_id)
 
 
 def test_gradients_of_gradients_between_processes(names: list[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.rpc import outgoing
 from telegrad.rpc.coroutines import Coroutines
 from tests.rpc import functions
@@ -182,3 +182,51 @@ def test_coroutines_that_are_under_way_at_the_end_are_cancelled_and_their_loop_i
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     loop = loops[0]()
     assert loop is None or loop.is_closed()
+
+
+async def grad_modes() -> list[bool]:
+    modes = [torch.is_grad_enabled()]
+    with torch.no_grad():
+        await asyncio.sleep(0.05)
+        modes.append(torch.is_grad_enabled())
+        await asyncio.sleep(0.05)
+    modes.append(torch.is_grad_enabled())
+    with torch.enable_grad():
+        await asyncio.sleep(0.05)
+        modes.append(torch.is_grad_enabled())
+    return modes
+
+
+async def grad_mode() -> bool:
+    return torch.is_grad_enabled()
+
+
+def test_each_coroutine_has_the_grad_mode_of_its_caller_for_itself() -> None:
+    with autograd.context():
+        futures = [rpc.rpc_async("worker1", grad_modes)]
+        with torch.no_grad():
+            futures.append(rpc.rpc_async("worker1", grad_modes))
+            assert not rpc.rpc_sync("worker1", grad_mode)
+        futures.append(rpc.rpc_async("worker1", grad_modes))
+        with_grad = [True, False, True, True]
+        without = [False, False, False, True]
+        assert [future.wait() for future in futures] == [with_grad, without, with_grad]
+        assert rpc.rpc_sync("worker1", grad_mode)
+
+
+async def raise_through_no_grad() -> None:
+    with torch.no_grad():
+        await asyncio.sleep(0)
+        raise ArithmeticError("told to fail")
+
+
+def test_errors_and_cancellation_pass_through_a_coroutine_s_own_mode() -> None:
+    with pytest.raises(ArithmeticError, match="told to fail"):
+        rpc.rpc_sync("worker1", raise_through_no_grad)
+    with pytest.raises(TimeoutError):
+        rpc.rpc_sync("worker1", wait_too_long)
+
+
+async def wait_too_long() -> None:
+    async with asyncio.timeout(0.05):
+        await asyncio.sleep(60)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from telegrad.wire import torch_private
 from telegrad.wire.codec import CodecError, Packed, Trust, Unpackable, pack, unpack
@@ -343,3 +344,14 @@ def test_parts_of_a_sparse_tensor_are_not_read_beyond_their_storage() -> None:
     torch_private.coo_parts(sparse)[1].untyped_storage().resize_(4)
     with pytest.raises(Unpackable, match="resized to 4 bytes"):
         pack(sparse)
+
+
+def test_a_tangent_of_forward_mode_is_refused_and_not_lost() -> None:
+    assert not torch_private.in_dual_level()
+    with forward_ad.dual_level():
+        assert torch_private.in_dual_level()
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        for message in (dual, [dual], (torch.abs, (dual,), {})):
+            with pytest.raises(Unpackable, match="tangent of forward-mode"):
+                pack(message)
+        assert pack(torch.ones(2)).tensors

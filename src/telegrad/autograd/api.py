@@ -91,6 +91,7 @@ def backward(
     _check_arguments(context_id, roots)
     if timeout is not None:
         check_bound("timeout", timeout)
+        timeout = timeout or None
     service = autograd_of()
     found = service.context(context_id)
     check_roots(roots)

@@ -228,9 +228,11 @@ class Participant:
         part = self._part
         assert part is not None
         posts, self._held = self._held, []
-        self._send(posts + part.rest(self._partners))
+        self._send(posts)
         before = self._resolved
         while self._resolved == before:
+            # What came meanwhile may have to be told of as well: a result that nobody uses.
+            self._send(part.rest(self._partners))
             batch = self._next(PATIENCE)
             if not batch:
                 return

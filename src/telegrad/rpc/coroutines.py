@@ -14,10 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import types
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import copy_context
+from functools import partial
 from typing import Any
+
+import torch
 
 Finish = Callable[[object, "BaseException | None"], None]
 Begin = Callable[[asyncio.AbstractEventLoop], None]
@@ -37,12 +41,12 @@ class Coroutines:
         self._waiting: deque[Begin] = deque()
 
     def start(self, coroutine: Coroutine[Any, Any, object]) -> Callable[[Finish], None]:
-        """A function that starts the coroutine in the caller's context variables."""
-        context = copy_context()
+        """A function that starts the coroutine in the caller's context variables and grad mode."""
+        context, grad = copy_context(), torch.is_grad_enabled()
 
         def subscribe(finish: Finish) -> None:
             def begin(loop: asyncio.AbstractEventLoop) -> None:
-                task = loop.create_task(_outcome(coroutine), context=context)
+                task = loop.create_task(_outcome(coroutine, grad), context=context)
                 task.add_done_callback(lambda done: _report(done, finish))
 
             self._waiting.append(begin)
@@ -145,13 +149,36 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _outcome(
-    coroutine: Coroutine[Any, Any, object],
+    coroutine: Coroutine[Any, Any, object], grad: bool
 ) -> tuple[object, BaseException | None]:
     """What became of a coroutine. SystemExit and the like must not end the loop that others use."""
     try:
-        return await coroutine, None
+        return await _in_its_own_mode(coroutine, grad), None
     except BaseException as error:
         return None, error
+
+
+@types.coroutine
+def _in_its_own_mode(
+    coroutine: Coroutine[Any, Any, object], grad: bool
+) -> Generator[Any, Any, object]:
+    """Run a coroutine with a grad mode that it has for itself: torch's is that of the thread, and
+    one that awaits inside of `no_grad` would leave it to whichever goes on meanwhile."""
+    step: Callable[[], Any] = partial(coroutine.send, None)
+    while True:
+        mode = torch.is_grad_enabled()
+        torch.set_grad_enabled(grad)
+        try:
+            awaited = step()
+        except StopIteration as end:
+            return end.value
+        finally:
+            grad = torch.is_grad_enabled()
+            torch.set_grad_enabled(mode)
+        try:
+            step = partial(coroutine.send, (yield awaited))
+        except BaseException as error:
+            step = partial(coroutine.throw, error)
 
 
 def _report(task: asyncio.Task[tuple[object, BaseException | None]], finish: Finish) -> None:

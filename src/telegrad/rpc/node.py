@@ -11,6 +11,7 @@ being made is ready; or, for posts, without an answer.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -131,7 +132,7 @@ class Node:
         the end of a call that its deadline has settled, if there is one while that worker lives.
         """
         if self.closed:
-            raise NotInitialized()
+            raise not_initialized()
         if timeout is None:
             timeout = self.timeout
         elif not isinstance(timeout, float | int) or timeout is True or not timeout >= 0:
@@ -148,7 +149,7 @@ class Node:
         A parcel for that operation travels as it is.
         """
         if self.closed:
-            raise NotInitialized()
+            raise not_initialized()
         request = payload if type(payload) is Parcel else (operation, (payload,), {})
         return self._begin(self.members.member(to).info, operation, request, scope, 0)
 
@@ -579,6 +580,7 @@ _services: dict[str, Callable[[Node], object]] = {}
 _default_crossing: Crossing = NoCrossing()
 _local = threading.local()
 _process_node: Node | None = None
+_forked = False
 
 
 def register_layer(
@@ -591,10 +593,35 @@ def register_layer(
         _default_crossing = crossing
 
 
+def _leave_the_job_to_the_parent() -> None:
+    """In a process that was forked: the connections of the job are its parent's, and what this one
+    wrote there would be taken for the parent's own."""
+    global _forked
+    nodes = [node for node in (find_thread_node(), _process_node) if node is not None]
+    for node in nodes:
+        node.closed = True
+    _forked = _forked or bool(nodes)
+    _local.node = None
+    set_process_node(None)
+
+
+os.register_at_fork(after_in_child=_leave_the_job_to_the_parent)
+
+
+def not_initialized(message: str | None = None) -> NotInitialized:
+    """Why there is no job here, in these words unless it is for being forked."""
+    if not _forked:
+        return NotInitialized(message)
+    return NotInitialized(
+        "This process was forked from a worker, and the job's connections are not its own: make "
+        "the call in the worker itself, or start the process by spawn and let it join by init_rpc."
+    )
+
+
 def current_node() -> Node:
     node: Node | None = getattr(_local, "node", None) or _process_node
     if node is None:
-        raise NotInitialized()
+        raise not_initialized()
     return node
 
 
@@ -608,8 +635,10 @@ def find_thread_node() -> Node | None:
 
 
 def set_process_node(node: Node | None) -> None:
-    global _process_node
+    global _process_node, _forked
     _process_node = node
+    if node is not None:
+        _forked = False
 
 
 def set_thread_node(node: Node | None) -> None:

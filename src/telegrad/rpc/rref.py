@@ -13,7 +13,6 @@ from telegrad.rpc.calls import Pending, without_frames
 from telegrad.rpc.errors import (
     CallTimeout,
     LostWithWorker,
-    NotInitialized,
     ReferenceLost,
     TelegradError,
     WorkerLost,
@@ -21,7 +20,7 @@ from telegrad.rpc.errors import (
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.loans import take_all
 from telegrad.rpc.methods import call_parcel
-from telegrad.rpc.node import Node, current_node
+from telegrad.rpc.node import Node, current_node, not_initialized
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.passage import Passage
 from telegrad.rpc.reference_messages import (
@@ -140,7 +139,7 @@ class RRef(Generic[T]):
 
     def _check_usable(self, what: str) -> None:
         if self._node.closed:
-            raise NotInitialized(
+            raise not_initialized(
                 f"{self!r} belongs to a job that has been shut down: {what} failed"
             )
         loss = self._node.values.loss(self._handle)
@@ -481,7 +480,7 @@ def _leave(rref: RRef[Any], passage: Passage | None) -> object:
     if passage is None:
         raise RuntimeError("Can not pickle rref outside of a call.")
     if rref._node.closed:
-        raise NotInitialized(f"{rref!r} belongs to a job that has been shut down")
+        raise not_initialized(f"{rref!r} belongs to a job that has been shut down")
     transfer = passage.node.values.share(rref._handle, passage.worker)
     return (tuple(transfer.reference), tuple(transfer.fork))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
 import threading
 import time
@@ -177,6 +178,7 @@ def _nobody_retries() -> None:
 
 _PATIENCE_AT_EXIT = 2.0
 _all_threads: weakref.WeakSet[Threads] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_all_threads.clear)  # They are not there.
 
 
 @atexit.register

@@ -82,6 +82,8 @@ def quick_pack(obj: Any, trust: Trust) -> Packed | None:
         return Packed(_NONE, [], [])
     else:
         return None
+    if torch_private.in_dual_level():
+        return None
     parts = [_TENSORS[len(tensors)]]
     buffers: list[memoryview] = []
     try:

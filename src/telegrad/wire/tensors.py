@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
 from telegrad.wire import torch_private
@@ -98,7 +99,10 @@ def _without_bytes(tensor: torch.Tensor) -> Refusal:
     elif tensor.is_quantized:
         form = f"is of {tensor.dtype} and has no scale; quantize a tensor, or dequantize this one"
     else:
-        form = "keeps them to itself; send a dense tensor that is made of it"
+        form = (
+            "keeps them to itself, as those inside of vmap and other transforms of torch.func do; "
+            "send a dense tensor, from outside of the transform"
+        )
     return Refusal(tensor, f"torch does not give the bytes of a tensor that {form}")
 
 
@@ -108,6 +112,11 @@ def _write_record(
     buffers: list[memoryview],
     stretch: _Stretch | None = None,
 ) -> None:
+    if torch_private.in_dual_level() and unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise ValueError(
+            "it has a tangent of forward-mode differentiation, which calls do not carry; send its "
+            "primal"
+        )
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is Parameter:
         flags |= _PARAMETER

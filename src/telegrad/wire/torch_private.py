@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
@@ -21,6 +22,11 @@ def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
     """Whether it is one of autograd's zeros that have a shape and no memory."""
     return bool(tensor._is_zerotensor())
+
+
+def in_dual_level() -> bool:
+    """Whether tensors may have tangents: inside of `torch.autograd.forward_ad.dual_level()`."""
+    return forward_ad._current_level >= 0
 
 
 def quantized(numbers: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:

@@ -156,6 +156,36 @@ def test_a_result_that_comes_during_the_pass_does_not_hold_it_up(
             unused.wait()
 
 
+def with_its_first_row(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 3
+    return y, y[0]
+
+
+def changed_in_place(y: Tensor, row: Tensor) -> Tensor:
+    squares = row * row
+    y.mul_(2)
+    return squares.sum() + y.sum()
+
+
+@pytest.mark.parametrize("way", ["results", "arguments"])
+def test_tensors_that_shared_memory_may_be_changed_in_place_on_arrival(
+    names: list[str], way: str
+) -> None:
+    """One process refuses it; here each is a tensor of its own, and so are their gradients."""
+    x = torch.rand(2, 3, requires_grad=True)
+    y, row = with_its_first_row(x)
+    expected = changed_in_place(y.clone(), row.clone())
+    (gradient,) = torch.autograd.grad(expected, x)
+    with api.context() as context_id:
+        if way == "results":
+            loss = changed_in_place(*rpc.rpc_sync(names[1], with_its_first_row, args=(x,)))
+        else:
+            loss = rpc.rpc_sync(names[1], changed_in_place, args=with_its_first_row(x))
+        api.backward(context_id, [loss])
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(api.get_gradients(context_id)[x], gradient)
+
+
 def test_no_bound_is_no_bound(names: list[str]) -> None:
     x = torch.ones(3, requires_grad=True)
     with api.context() as context_id:

@@ -246,11 +246,15 @@ def _storage_bytes(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
 
 
 def _shared_stretches(tensors: Sequence[torch.Tensor]) -> dict[int, _Stretch]:
-    """The stretch of each tensor that shares one, by the tensor's id."""
+    """The stretch of each tensor that shares one, by the tensor's id.
+
+    What was computed with gradient shares none: on arrival the two would have graphs and version
+    counters of their own, and neither would see that the other is changed in place.
+    """
     storages: dict[tuple[int, int, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.layout is _STRIDED and not (
-            tensor.is_meta or tensor.is_quantized or _is_lazy(tensor)
+            tensor.is_meta or tensor.is_quantized or _is_lazy(tensor) or tensor.grad_fn is not None
         ):
             try:
                 storage = tensor.untyped_storage()

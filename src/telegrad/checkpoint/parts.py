@@ -188,7 +188,7 @@ def apply(
 
     Of the optimizers only those that are `known` to the checkpoint, with the parameters that they
     had there, or None if it does not say. What it has for these, which may be nothing, is all that
-    they keep.
+    they keep; what it does not know of keeps its state.
     """
     for name, module in _modules(part).items():
         with leaving_out_remote_modules(), named(name, REFUSES):
@@ -203,14 +203,13 @@ def apply(
         if name in known:
             leads = {state_lead(name, parameter): index for index, parameter in names.items()}
             parameters, optimizer = known[name], part.optimizers[name].local_value()
-            state_of: dict[int, dict[str, Any]] = {
-                index: kept
-                for index, kept in optimizer.state().items()
-                if parameters is not None and names[index] not in parameters
-            }
+            state_of: dict[int, dict[str, Any]] = {}
             for key, value in table.items():
                 if lead := lead_of(key, leads):
                     state_of.setdefault(leads[lead], {})[key.removeprefix(lead)] = value
+            for index, kept in optimizer.state().items():
+                if parameters is None or names[index] not in parameters:
+                    state_of.setdefault(index, kept)
             with named(name, REFUSES):
                 optimizer.load_state(state_of, {})
 

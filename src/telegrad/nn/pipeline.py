@@ -206,11 +206,12 @@ class Pipeline(nn.Module):
                 output = self._send(Turn(run, number), part)
                 futures.append(self._at_the_end([output], goal.of(number)))
             return [future.wait()[0] for future in futures]
-        finally:
+        except Exception:
             # Whoever is told of a failure finds nothing under way any more.
             for future in futures:
                 with suppress(Exception):
                     future.wait()
+            raise
 
     def _send(self, turn: Turn, part: MicroBatch) -> Lazy[Any]:
         """Let a micro-batch pass through all stages; the output stays at the last."""

@@ -88,8 +88,23 @@ def quick_pack(obj: Any, trust: Trust) -> Packed | None:
     buffers: list[memoryview] = []
     try:
         for tensor in tensors:
-            if type(tensor) is not Tensor or not _pack_tensor(tensor, parts, buffers):
+            if type(tensor) is not Tensor or tensor.layout is not _STRIDED or not tensor.is_cpu:
                 return None
+            layout = known_layout(tensor)
+            if layout is None or not layout.castable or tensor.is_neg():
+                return None
+            if torch_private.is_zero_tensor(tensor) or not holds(tensor, layout):
+                return None
+            if layout.nbytes > SMALL:
+                array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+                buffers.append(array.data.cast("B"))
+            else:
+                address = tensor.data_ptr()
+                if not address:
+                    return None
+                held = (ctypes.c_char * layout.nbytes).from_address(address)
+                buffers.append(memoryview(bytes(held)))
+            parts += (_FLAGS[tensor.requires_grad], layout.header)
     except RuntimeError:
         # Tensors that look like others and have no memory: nested ones, those inside of transforms.
         return None
@@ -100,27 +115,6 @@ def quick_pack(obj: Any, trust: Trust) -> Packed | None:
             return None
     parts.append(tree)
     return Packed(b"".join(parts), list(tensors), buffers)
-
-
-def _pack_tensor(tensor: Tensor, parts: list[bytes], buffers: list[memoryview]) -> bool:
-    if tensor.layout is not _STRIDED or not tensor.is_cpu:
-        return False
-    layout = known_layout(tensor)
-    if layout is None or not layout.castable or tensor.is_neg():
-        return False
-    if torch_private.is_zero_tensor(tensor) or not holds(tensor, layout):
-        return False
-    if layout.nbytes > SMALL:
-        array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
-        buffers.append(array.data.cast("B"))
-    else:
-        address = tensor.data_ptr()
-        if not address:
-            return False
-        held = (ctypes.c_char * layout.nbytes).from_address(address)
-        buffers.append(memoryview(bytes(held)))
-    parts += (_FLAGS[tensor.requires_grad], layout.header)
-    return True
 
 
 def _is_of_module(target: object) -> bool:

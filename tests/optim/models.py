@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from telegrad.nn import RemoteModule
 
@@ -63,3 +63,11 @@ def batches(count: int, seed: int = SEED) -> list[tuple[Tensor, Tensor]]:
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     x, y = batch
     return nn.functional.mse_loss(model(x), y)
+
+
+def stepped_once(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """The state of the model in one process after one plain step on a batch, at a rate of 0.1."""
+    model = Local()
+    loss_of(model, batch).backward()
+    optim.SGD(model.parameters(), lr=0.1).step()
+    return dict(model.state_dict())

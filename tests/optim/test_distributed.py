@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.optim.optimizer import (
 
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
-from telegrad.optim import DistributedOptimizer, OptimizerError
+from telegrad.optim import DistributedOptimizer
 from telegrad.rpc.node import current_node
 from tests.optim.models import Local, Spread, batches, loss_of
 
@@ -264,127 +263,6 @@ def test_a_norm_that_is_not_finite_names_the_parameter() -> None:
 def spoil_bias(module: nn.Module) -> None:
     with torch.no_grad():
         module.bias.fill_(float("nan"))  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("in_last_context", [True, False])
-def test_gradients_of_several_contexts_add_up_to_one_step(in_last_context: bool) -> None:
-    local, spread = Local(), Spread()
-    plain = optim.Adam(local.parameters(), lr=0.1)
-    distributed = DistributedOptimizer(optim.Adam, spread, lr=0.1)
-    for _ in range(2):
-        plain.zero_grad()
-        *firsts, last = batches(3)
-        for batch in (*firsts, last):
-            loss_of(local, batch).backward()
-        plain.step()
-        for batch in firsts:
-            with autograd.context() as context_id:
-                autograd.backward(context_id, [loss_of(spread, batch)])
-                distributed.accumulate(context_id)
-        with autograd.context() as context_id:
-            autograd.backward(context_id, [loss_of(spread, last)])
-            if in_last_context:
-                distributed.step(context_id)
-            else:
-                distributed.accumulate(context_id)
-        if not in_last_context:
-            distributed.step()
-    assert_same_state(spread, local)
-
-
-def test_zero_grad_drops_what_was_accumulated() -> None:
-    spread = Spread()
-    before = copy.deepcopy(spread.state_dict())
-    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
-    with autograd.context() as context_id:
-        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
-        optimizer.accumulate(context_id)
-    optimizer.zero_grad()
-    with pytest.raises(OptimizerError, match="nothing to apply"):
-        optimizer.step()
-    with autograd.context() as context_id:
-        optimizer.step(context_id)
-    torch.testing.assert_close(dict(spread.state_dict()), dict(before))
-
-
-def test_the_gradients_of_a_context_never_count_twice() -> None:
-    spread, twin = Spread(), Spread()
-    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
-    expected = DistributedOptimizer(optim.SGD, twin, lr=0.1)
-    (batch,) = batches(1)
-    with autograd.context() as context_id:
-        autograd.backward(context_id, [loss_of(spread, batch)])
-        optimizer.accumulate(context_id)
-        asked: list[Any] = [
-            lambda: optimizer.accumulate(context_id),
-            lambda: optimizer.step(context_id),
-            lambda: optimizer.clip_grad_norm_(context_id, 1.0),
-            lambda: optimizer.clip_grad_value_(context_id, 1.0),
-        ]
-        for ask in asked:
-            with pytest.raises(OptimizerError, match="would count twice"):
-                ask()
-        optimizer.step()
-        optimizer.accumulate(context_id)
-        optimizer.zero_grad()
-    with autograd.context() as context_id:
-        autograd.backward(context_id, [loss_of(twin, batch)])
-        expected.step(context_id)
-    assert_same_state(spread, twin)
-
-
-def test_a_context_that_is_accumulated_twice_at_once_counts_once() -> None:
-    spread, twin = Spread(), Spread()
-    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
-    expected = DistributedOptimizer(optim.SGD, twin, lr=0.1)
-    (batch,) = batches(1)
-    with autograd.context() as context_id:
-        autograd.backward(context_id, [loss_of(spread, batch)])
-        refused: list[OptimizerError] = []
-
-        def accumulate() -> None:
-            try:
-                optimizer.accumulate(context_id)
-            except OptimizerError as error:
-                refused.append(error)
-
-        threads = [threading.Thread(target=accumulate) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert len(refused) == 3
-        # As if one worker had not answered in time, and it were tried again.
-        optimizer._accumulated.clear()
-        optimizer.accumulate(context_id)
-        optimizer.step()
-    with autograd.context() as context_id:
-        autograd.backward(context_id, [loss_of(twin, batch)])
-        expected.step(context_id)
-    assert_same_state(spread, twin)
-
-
-def test_what_was_to_be_clipped_by_itself_is_not_stepped_unclipped() -> None:
-    spread = Spread()
-    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
-    with autograd.context() as context_id:
-        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
-        optimizer.accumulate(context_id)
-    optimizer.clip_grad_norm_(None, 0.1)
-    with autograd.context() as context_id:
-        with pytest.raises(OptimizerError, match="under the context None"):
-            optimizer.step(context_id)
-        optimizer.step()
-        optimizer.step(context_id)
-
-
-def test_a_step_without_a_context_says_what_is_missing() -> None:
-    spread = Spread()
-    optimizer = DistributedOptimizer(optim.SGD, spread, lr=0.1)
-    with autograd.context() as context_id:
-        autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
-        with pytest.raises(OptimizerError, match="give it the id of the context"):
-            optimizer.step()
 
 
 class Tied(nn.Module):

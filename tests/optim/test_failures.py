@@ -15,27 +15,10 @@ from telegrad.autograd import UnknownContext
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, OptimizerError, StepFailed
 from telegrad.rpc.node import current_node
+from tests.optim.failing import FailsOnOrder, set_failing
 from tests.optim.models import Spread, batches, loss_of
 
 pytestmark = pytest.mark.usefixtures("workers")
-
-failing = False
-
-
-def set_failing(fail: bool) -> None:
-    global failing
-    failing = fail
-
-
-class FailsOnOrder(optim.SGD):
-    """Updates its first group, and fails before the second where it was told to."""
-
-    def step(self, closure: Any = None) -> Any:
-        if not failing:
-            return super().step(closure)
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].add_(1.0)
-        raise ArithmeticError("told to fail")
 
 
 def one_step(model: nn.Module, optimizer: DistributedOptimizer) -> None:

@@ -284,9 +284,8 @@ def turn_around(
     losses = []
     for output, target, weight in zip(outputs, targets, weights, strict=True):
         value = output.to_here()
-        for tensor in _all_tensors(value):
+        if (tensor := next(_all_tensors(value), None)) is not None:
             target = brought_to(tensor.device, target)
-            break
         with under(around):
             found = loss(value, target)
         if not isinstance(found, Tensor):

@@ -21,7 +21,7 @@ from benchmarks import machine, pages
 from benchmarks.autograd import step
 from benchmarks.peers import sample
 from telegrad import autograd, rpc
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 
 HOPS = 2000
 Events = list[tuple[str, float]]

@@ -25,16 +25,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from benchmarks import pages
 from telegrad import autograd, rpc
-from telegrad.rpc import rendezvous
+from telegrad.rpc import noticeboard, rendezvous
 from telegrad.rpc.closing import Closing
-from telegrad.rpc.errors import RendezvousError
-from telegrad.rpc.node import current_node, register_layer
+from telegrad.rpc.current import current_node
+from telegrad.rpc.node import register_layer
 from telegrad.rpc.silence import Ask, Listening
 from telegrad.testing import simulate
 from telegrad.wire.keys import new_key
@@ -68,6 +69,10 @@ class Meter:
         self.operations = self.transferred = 0
 
 
+class NotThere(Exception):
+    """An entry is missing, for which a worker would wait."""
+
+
 class MeteredStore:
     """As torch's stores, in this process. An entry that is missing is not waited for."""
 
@@ -87,9 +92,14 @@ class MeteredStore:
     def get(self, key: str) -> bytes:
         value = self._meter.entries.get(f"{self._prefix}/{key}")
         if value is None:
-            raise torch.distributed.DistError(f"{key!r} is not there")
+            raise NotThere(key)
         self._count(key, value)
         return value
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        for key in keys:
+            if self._count(key) not in self._meter.entries:
+                raise NotThere(key)
 
     def add(self, key: str, amount: int) -> int:
         place = self._count(key)
@@ -110,7 +120,7 @@ class MeteredStore:
 def join(size: int) -> Figures:
     """All write down who they are, rank 0 lists them, and some read the list for all."""
     meter, key = Meter(), new_key()
-    rendezvous.PrefixStore = MeteredStore  # type: ignore[misc]
+    rendezvous.PrefixStore = noticeboard.PrefixStore = MeteredStore  # type: ignore[misc]
     visits = {}
     for rank in range(size):
         visit = rendezvous.Rendezvous(meter, f"worker{rank}", rank, size, 1.0)  # type: ignore[arg-type]
@@ -119,7 +129,7 @@ def join(size: int) -> Figures:
         visit, meeting = visits[rank]
         try:
             visit.join(meeting)
-        except RendezvousError:
+        except NotThere:
             # Rank 0 has not listed the members yet: here nobody waits.
             continue
     own = {"operations": meter.operations / size, "transferred": meter.transferred / size}

@@ -140,7 +140,7 @@ def references_held(count: int) -> Callable[[], object]:
 
 
 def owned() -> int:
-    from telegrad.rpc.node import current_node
+    from telegrad.rpc.current import current_node
 
     return int(current_node().values.debug_info()["owned"])
 

@@ -24,7 +24,7 @@ from benchmarks.train import RATE, SIZES, build_part, make_inputs
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 
 WARM_UP = 100
 STEPS = 400

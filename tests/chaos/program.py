@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 
 SMALL, LARGE = 8, 192
 LARGE_EVERY = 10

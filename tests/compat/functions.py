@@ -60,6 +60,27 @@ class Counter:
         return self.value
 
 
+def names_of(**kwargs: Any) -> list[str]:
+    return sorted(kwargs)
+
+
+class Named:
+    def names_of(self, **kwargs: Any) -> list[str]:
+        return sorted(kwargs)
+
+
+class Failing:
+    def fail_with(self, error: Exception) -> None:
+        raise error
+
+    def fail_precisely(self) -> None:
+        fail_precisely()
+
+
+class Picky(ValueError):
+    """A class of a user below one that stock gives as such."""
+
+
 def value_of(rref: Any) -> int:
     return int(rref.local_value().value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ OTHER_NAMES = [
     ("torch.distributed.optim.optimizer", "rpc"),
     ("torch.distributed.optim.optimizer", "dist_autograd"),
     ("torch.distributed.optim.optimizer", "RRef"),
+    ("torch.distributed.optim.optimizer", "_new_script_local_optimizer"),
+    ("torch.distributed.optim.optimizer", "_script_local_optimizer_step"),
     ("torch.distributed.nn.api.remote_module", "rpc"),
     ("torch.nn.parallel.distributed", "RRef"),
     ("torch._jit_internal", "RRef"),
@@ -91,6 +94,24 @@ def test_uninstalling_is_refused_while_a_job_runs(alone: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="shutdown"):
         compat.uninstall()
     assert compat.is_installed()
+
+
+IMPORTS = (
+    "import torch.distributed.rpc.server_process_global_profiler as profiler",
+    "from torch.distributed.rpc import _server_process_global_profile",
+    "from torch.distributed.rpc import RemoteProfilerManager, _set_profiler_node_id, Store",
+    "from torch.distributed.rpc.internal import _handle_exception",
+    "from torch.distributed.rpc.rref_proxy import RRefProxy",
+)
+
+
+def test_names_that_code_imports_are_found_in_a_process_that_imported_nothing_before() -> None:
+    lines = ["import telegrad.compat", "telegrad.compat.install()", *IMPORTS]
+    lines.append("assert RRefProxy.__module__.startswith('telegrad.')")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_autograd_nodes_bear_the_names_of_torch_only_while_installed() -> None:

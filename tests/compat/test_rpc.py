@@ -47,6 +47,62 @@ def test_an_error_is_of_its_own_class_and_a_runtime_error_as_of_stock(
         alone.remote("me", functions.fail_with, args=(error,)).to_here()
 
 
+@pytest.mark.parametrize("error", [KeyError("k"), ZeroDivisionError("z")], ids=repr)
+def test_the_error_of_a_method_is_of_its_own_class_and_a_runtime_error_too(
+    alone: ModuleType, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rref = alone.remote("me", functions.Failing)
+    for call in (
+        lambda: rref.rpc_sync().fail_with(error),
+        lambda: rref.rpc_async().fail_with(error).wait(),
+    ):
+        with pytest.raises(RuntimeError) as told:
+            call()
+        assert isinstance(told.value, type(error))
+        assert str(told.value) == str(error)
+        assert "On WorkerInfo(id=0, name=me)" in capsys.readouterr().err
+
+
+def test_the_error_of_a_method_that_words_do_not_make_is_a_runtime_error(alone: ModuleType) -> None:
+    rref = alone.remote("me", functions.Failing)
+    with pytest.raises(RuntimeError, match=r"exception on remote side was Precise.*out of range"):
+        rref.rpc_sync().fail_precisely()
+
+
+def test_a_method_of_a_value_that_could_not_be_made_fails_with_a_runtime_error(
+    alone: ModuleType,
+) -> None:
+    rref = alone.remote("me", functions.fail_with, args=(KeyError("never made"),))
+    with pytest.raises(RuntimeError, match="never made"):
+        rref.rpc_sync().increase()
+
+
+def test_the_error_of_a_value_is_of_its_own_class_alone(alone: ModuleType) -> None:
+    failing = alone.remote("me", functions.Failing)
+    error = KeyError("k")
+    for rref in (
+        alone.remote("me", functions.fail_with, args=(error,)),
+        failing.remote().fail_with(error),
+    ):
+        with pytest.raises(KeyError) as told:
+            rref.to_here()
+        assert type(told.value) is KeyError
+
+
+def test_a_method_that_the_value_lacks_is_an_attribute_error(alone: ModuleType) -> None:
+    rref = alone.remote("me", functions.Counter, args=(1,))
+    with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+        rref.rpc_sync().missing()
+
+
+def test_a_method_that_runs_for_too_long_is_named(alone: ModuleType) -> None:
+    functions.release.clear()
+    rref = alone.RRef(functions.release)
+    with pytest.raises(RuntimeError, match="method 'wait' of OwnerRRef"):
+        rref.rpc_sync(timeout=0.05).wait(30)
+    functions.release.set()
+
+
 def test_an_error_that_passes_two_workers_keeps_its_class_and_attributes(alone: ModuleType) -> None:
     call = ("me", functions.fail_unusually)
     with pytest.raises(RuntimeError, match="nowhere") as told:
@@ -55,7 +111,7 @@ def test_an_error_that_passes_two_workers_keeps_its_class_and_attributes(alone: 
     assert told.value.hint == "look elsewhere"
 
 
-@pytest.mark.parametrize("error", [ValueError("v"), TypeError("t")])
+@pytest.mark.parametrize("error", [ValueError("v"), TypeError("t"), functions.Picky("p")])
 def test_errors_that_stock_gives_as_such_are_no_runtime_errors(
     alone: ModuleType, error: Exception
 ) -> None:
@@ -69,6 +125,13 @@ def test_an_operator_with_wrong_arguments_fails_in_the_words_of_torch(alone: Mod
         alone.rpc_sync("me", torch.add)
 
 
+def test_several_tensors_of_an_operator_are_a_list_as_of_stock(alone: ModuleType) -> None:
+    assert type(alone.rpc_sync("me", torch.split, args=(torch.ones(4), 2))) is list
+    assert type(alone.remote("me", torch.unbind, args=(torch.ones(2, 2),)).to_here()) is list
+    assert type(alone.rpc_sync("me", torch.var_mean, args=(torch.ones(4),))) is tuple
+    assert type(alone.rpc_sync("me", divmod, args=(7, 2))) is tuple
+
+
 def test_a_function_that_the_callee_lacks_fails_in_the_words_of_torch(
     alone: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +140,25 @@ def test_a_function_that_the_callee_lacks_fails_in_the_words_of_torch(
     monkeypatch.delattr(functions, "add_one")
     with pytest.raises(RuntimeError, match="RPC pickler does not serialize"):
         alone.rpc_sync("me", call, args=(torch.ones(1),))
+
+
+NAMES = ("self", "function", "rref", "timeout", "name", "args", "kwargs", "to", "func", "method")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_keyword_argument_may_have_any_name(alone: ModuleType, name: str) -> None:
+    call = (functions.names_of, (), {name: 1})
+    assert alone.rpc_sync("me", *call) == [name]
+    assert alone.rpc_async("me", *call).wait() == [name]
+    assert alone.remote("me", *call).to_here() == [name]
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_keyword_argument_of_a_method_may_have_any_name(alone: ModuleType, name: str) -> None:
+    rref = alone.remote("me", functions.Named)
+    assert rref.rpc_sync().names_of(**{name: 1}) == [name]
+    assert rref.rpc_async().names_of(**{name: 1}).wait() == [name]
+    assert rref.remote().names_of(**{name: 1}).to_here() == [name]
 
 
 def test_an_unset_timeout_is_that_of_the_job_and_zero_is_none(alone: ModuleType) -> None:
@@ -100,6 +182,23 @@ def test_wait_all_ends_with_the_first_error_while_others_run(alone: ModuleType) 
     functions.release.set()
     assert torch.futures.wait_all([slow]) == ["released"]
     assert torch.futures.wait_all([]) == []
+
+
+def test_wait_all_takes_futures_of_every_kind_from_anything_that_gives_them(
+    alone: ModuleType,
+) -> None:
+    calls = (alone.rpc_async("me", abs, args=(-number,)) for number in range(3))
+    assert torch.futures.wait_all(calls) == [0, 1, 2]
+    local: torch.futures.Future[int] = torch.futures.Future()
+    local.set_result(1)
+    chained = local.then(lambda future: future.wait() + 1)
+    assert torch.futures.wait_all((local, chained)) == [1, 2]
+
+
+@pytest.mark.parametrize("wrong", [[1], [None], "ab", 1], ids=repr)
+def test_wait_all_refuses_what_is_no_future_as_stock_does(installed: None, wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        torch.futures.wait_all(wrong)
 
 
 def test_a_block_waits_for_the_futures_made_in_it(alone: ModuleType) -> None:
@@ -131,6 +230,13 @@ def test_the_creation_of_a_reference_has_a_future(alone: ModuleType) -> None:
     rref._get_future().wait()
     with pytest.raises(RuntimeError, match="it has no future"):
         alone.RRef(1)._get_future()
+
+
+def test_a_hint_at_the_type_of_what_is_not_compiled_is_refused(alone: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="type_hint should only be specified"):
+        alone.RRef(torch.ones(1), type_hint=torch.Tensor)
+    module = torch.jit.script(torch.nn.Linear(1, 1))
+    assert alone.RRef(module, object).local_value() is module
 
 
 def test_references_are_equal_only_to_themselves(alone: ModuleType) -> None:
@@ -197,6 +303,27 @@ def compiled_double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def test_a_worker_that_says_neither_its_rank_nor_how_many_there_are_is_refused(
+    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed.rpc as rpc
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    try:
+        with pytest.raises(RuntimeError, match=r"worker_id needs to be.*neither a rank nor"):
+            rpc.init_rpc("me")
+        by_file = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store")
+        with pytest.raises(ValueError, match="rank parameter missing"):
+            rpc.init_rpc("me", rpc_backend_options=by_file)
+        assert not rpc._is_current_rpc_agent_set()
+    finally:
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown()
+
+
 def test_devices_are_refused_in_words(installed: None, tmp_path: Path) -> None:
     import torch.distributed.rpc as rpc
 
@@ -206,6 +333,15 @@ def test_devices_are_refused_in_words(installed: None, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"\.cpu\(\)"):
         rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
     assert not rpc._is_current_rpc_agent_set()
+
+
+def test_a_proxy_of_ones_own_calls_by_the_function_that_it_is_given(alone: ModuleType) -> None:
+    from torch.distributed.rpc.rref_proxy import RRefProxy
+
+    rref = alone.remote("me", functions.Counter, args=(1,))
+    assert RRefProxy(rref, alone.rpc_sync).increase(by=2) == 3
+    assert RRefProxy(rref, alone.rpc_async, timeout=5).increase().wait() == 4
+    assert RRefProxy(rref, alone.remote).increase().to_here() == 5
 
 
 def test_what_is_missing_says_so(installed: None) -> None:

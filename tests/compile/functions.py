@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from telegrad import autograd, rpc
@@ -19,6 +20,56 @@ _both_here = threading.Barrier(2)
 def layer(a: Tensor, b: Tensor) -> Tensor:
     _log("layer", a)
     return (a * b) @ WEIGHT
+
+
+FROZEN = nn.Parameter(torch.linspace(-1, 1, 9).reshape(3, 3), requires_grad=False)
+
+
+def thaw(on: bool) -> None:
+    FROZEN.requires_grad_(on)
+
+
+def through_frozen(x: Tensor) -> Tensor:
+    return x @ FROZEN
+
+
+def picked_from_frozen(x: Tensor) -> Tensor:
+    product = x @ FROZEN
+    return product[product > 0]
+
+
+def gradient_of_frozen(context_id: int) -> Tensor | None:
+    return autograd.get_gradients(context_id).get(FROZEN)
+
+
+def gradient_of_linear(module: nn.Linear, context_id: int) -> Tensor | None:
+    return autograd.get_gradients(context_id).get(module.weight)
+
+
+def branching(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else x * 2
+
+
+def by_numpy(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.detach().numpy() * 2)
+
+
+def with_a_number(x: Tensor) -> Any:
+    return x, {"rest": [x, 3.5]}
+
+
+def told_type(x: Tensor, given: Any) -> Tensor:
+    _log(f"{type(given).__name__} {given!r}", x)
+    return x * 1
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def difference(pair: Pair) -> Tensor:
+    return pair.first - pair.second
 
 
 def several(nested: dict[str, Any], *, scale: float = 1.0) -> Any:
@@ -38,6 +89,18 @@ def positive(x: Tensor) -> Tensor:
 def places(x: Tensor) -> Tensor:
     """What torch returns here has the strides of a transposed tensor."""
     return x.nonzero()
+
+
+def padded(x: Tensor) -> Tensor:
+    return F.pad(x, (0, x.shape[0]))
+
+
+def cut(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 0, -1))
+
+
+def resized(x: Tensor) -> Tensor:
+    return F.interpolate(x[None, None], size=(x.shape[0] * 2, 3))
 
 
 def parts(x: Tensor, count: int) -> tuple[Tensor, ...]:

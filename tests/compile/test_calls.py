@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import gc
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,6 +76,88 @@ def test_one_graph_serves_changing_sizes_and_the_owner_is_asked_by_kind(backend:
         x = torch.randn(rows, 2)
         torch.testing.assert_close(fast(x), x[: rows // 2] * 6)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("function", [f.padded, f.cut, f.resized])
+def test_operators_that_want_numbers_for_sizes_serve_changing_ones(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    fast, counter = compiled(lambda x: rpc.rpc_sync("worker1", function, (x,)), "aot_eager")
+    for rows in (4, 6, 8, 10):
+        x = torch.randn(rows, 3)
+        torch.testing.assert_close(fast(x), function(x))
+    assert counter.frame_count <= 2
+
+
+class _Row(list[int]):
+    pass
+
+
+class Color(enum.IntEnum):
+    RED = 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: OrderedDict(b=n, a=2),
+        lambda n: defaultdict(int, a=n),
+        lambda n: torch.Size([n, 2]),
+        lambda n: f.Pair(n, 2),
+        lambda n: [(n, None), {"a": Color.RED}],
+        lambda n: Color(n),
+    ],
+    ids=["OrderedDict", "defaultdict", "Size", "namedtuple", "nested", "enum"],
+)
+def test_an_argument_arrives_with_its_type(make: Callable[[int], Any]) -> None:
+    run, _ = compiled(lambda x, given: rpc.rpc_sync("worker1", f.told_type, (x, given)), "eager")
+    for number in (3, 3):
+        given = make(number)
+        run(torch.ones(2), given)
+        said = rpc.rpc_sync("worker1", f.take_log)
+        assert said == [f"{type(given).__name__} {given!r}"]
+
+
+def test_containers_of_other_types_are_refused_and_shapes_and_pairs_are_not() -> None:
+    run, _ = compiled(lambda x, given: rpc.rpc_sync("worker1", f.told_type, (x, given)), "eager")
+    for given in (_Row([1, 2]), deque([1, 2], maxlen=2)):
+        with pytest.raises(TypeError, match=f"is given a {type(given).__name__}"):
+            run(torch.ones(2), given)
+
+    def step(x: Tensor) -> Tensor:
+        told = rpc.rpc_sync("worker1", f.told_type, (x, x.shape))
+        return rpc.rpc_sync("worker1", f.difference, (f.Pair(told * x, x),)).sum()
+
+    fast, _ = compiled(step, "aot_eager")
+    for rows in (4, 5, 6):
+        x = needs(rows, 3)
+        expected, got = differentiated(step, x), differentiated(fast, x)
+        assert_same(expected, got)
+        said = rpc.rpc_sync("worker1", f.take_log)
+        assert said == [f"Size torch.Size([{rows}, 3])"] * 2
+
+
+def test_a_bool_that_is_computed_from_a_size_is_a_constant() -> None:
+    def step(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", f.told_type, (x, x.shape[0] > 4))
+
+    run, _ = compiled(step, "aot_eager")
+    for rows in (3, 4, 5, 6):
+        run(torch.ones(rows))
+        assert rpc.rpc_sync("worker1", f.take_log) == [f"bool {rows > 4}"]
+
+
+def test_arguments_that_are_no_tuple_are_refused_as_in_eager_mode() -> None:
+    def with_args(x: Tensor) -> Any:
+        return rpc.rpc_sync("worker1", f.halves, x)  # type: ignore[arg-type]
+
+    def with_kwargs(x: Tensor) -> Any:
+        return rpc.rpc_sync("worker1", f.halves, (x,), [1])  # type: ignore[arg-type]
+
+    for call, sentence in ((with_args, "args is a Tensor"), (with_kwargs, "kwargs is a list")):
+        for function in (call, compiled(call, "eager")[0]):
+            with pytest.raises(TypeError, match=sentence):
+                function(torch.ones(2))
 
 
 def test_a_guard_of_the_owner_causes_a_recompilation_when_it_breaks() -> None:
@@ -188,6 +273,18 @@ def test_what_cannot_be_part_of_a_graph_is_named() -> None:
     with pytest.raises(Exception, match="takes tensors, numbers, strings"):
         fast(torch.ones(2))
 
+    fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", f.with_a_number, (x,)), "aot_eager")
+    with pytest.raises(Exception, match=r"tuple with a float at \[1\]\['rest'\]\[1\], which"):
+        fast(torch.ones(2))
+
+
+@pytest.mark.parametrize("function", [f.branching, f.by_numpy])
+def test_a_function_that_asks_for_data_is_named_with_the_way_out(function: Any) -> None:
+    fast, _ = compiled(lambda x: rpc.rpc_sync("worker1", function, (x,)), "eager")
+    with pytest.raises(rpc.TelegradError, match=r"functions\.b.* 'worker1'.*declare_fake") as told:
+        fast(torch.ones(2))
+    assert told.value.__cause__ is not None
+
 
 def test_calls_that_a_remote_function_makes_are_inferred_and_not_made() -> None:
     def step(x: Tensor) -> Tensor:
@@ -298,3 +395,69 @@ def test_the_records_of_calls_go_with_their_graphs() -> None:
     differentiated(fast, needs(4, 3))
     gc.collect()
     assert calls.live_records() == 0
+
+
+def caught(x: Tensor) -> Tensor:
+    try:
+        return rpc.rpc_sync("worker1", f.fail, (x + 1,))
+    except ValueError:
+        return rpc.rpc_sync("worker1", f.say, (x, "handler"))
+
+
+def caught_around(x: Tensor) -> Tensor:
+    y = x * 2
+    try:
+        with torch.no_grad():
+            return failing(y)
+    except ValueError:
+        return y * 5
+
+
+def failing(x: Tensor) -> Tensor:
+    return rpc.rpc_sync("worker1", f.fail, (x,))
+
+
+def caught_within(x: Tensor) -> Tensor:
+    return caught(x * 3) + 1
+
+
+def caught_while_waiting(x: Tensor) -> Tensor:
+    future = rpc.rpc_async("worker1", f.fail, (x,))
+    try:
+        return future.wait()
+    except ValueError:
+        return x * 7
+
+
+def caught_at_first(x: Tensor) -> Tensor:
+    try:
+        return rpc.rpc_sync("nobody", f.say, (x, "hello"))
+    except rpc.TelegradError:
+        return x * 9
+
+
+@pytest.mark.parametrize(
+    "function", [caught, caught_around, caught_within, caught_while_waiting, caught_at_first]
+)
+def test_errors_of_calls_are_caught_in_the_compiled_function(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    x = torch.ones(3)
+    run = torch.compile(function, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(run(x), function(x))
+    torch._dynamo.reset()
+    with pytest.raises(rpc.TelegradError, match="in a try block of a compiled function"):
+        compiled(function, "aot_eager")[0](x)
+
+
+def test_a_call_in_a_finally_block_is_made_when_a_call_fails() -> None:
+    def function(x: Tensor) -> Tensor:
+        try:
+            return rpc.rpc_sync("worker1", f.fail, (x,))
+        finally:
+            rpc.rpc_sync("worker1", f.say, (x, "at last"))
+
+    with pytest.raises(ValueError, match="the remote function failed"):
+        torch.compile(function, backend="aot_eager")(torch.ones(3))
+    assert "at last" in rpc.rpc_sync("worker1", f.take_log)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from telegrad import autograd, rpc
 from telegrad.autograd import AutogradError, UnknownContext
 from telegrad.compile import calls, shapes
+from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from tests.compile import functions as f
 from tests.compile.checks import BACKENDS, compiled
@@ -85,6 +86,37 @@ def test_a_remote_function_that_returns_something_else_is_an_error_once() -> Non
     with pytest.raises(rpc.TelegradError, match=r"shape \(2,\).*next call traces anew"):
         run(x)
     torch.testing.assert_close(run(x), x.sum(1) * 2)
+    assert counter.frame_count == 2
+
+
+def test_a_remote_module_that_is_frozen_and_thawed_gets_its_gradients() -> None:
+    module, head = RemoteModule("worker1", nn.Linear, (3, 3)), nn.Linear(3, 3)
+    run, counter = compiled(lambda x: head(module(x)).pow(2).sum(), "aot_eager")
+    for frozen in (True, False, True, False):
+        module.requires_grad_(not frozen)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [run(torch.ones(4, 3))])
+            found = module.run(f.gradient_of_linear, context_id)
+        assert (found is None) is frozen
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("function", [f.through_frozen, f.picked_from_frozen])
+def test_a_weight_that_is_thawed_elsewhere_is_an_error_once(function: Any) -> None:
+    rpc.rpc_sync("worker1", f.thaw, (False,))
+    run, counter = compiled(lambda x: rpc.rpc_sync("worker1", function, (x,)).sum(), "aot_eager")
+    x = torch.ones(4, 3)
+    with autograd.context():
+        run(x)
+    rpc.rpc_sync("worker1", f.thaw, (True,))
+    with (
+        autograd.context(),
+        pytest.raises(rpc.TelegradError, match=r"have been thawed.*next call traces anew"),
+    ):
+        run(x)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [run(x)])
+        assert rpc.rpc_sync("worker1", f.gradient_of_frozen, (context_id,)) is not None
     assert counter.frame_count == 2
 
 

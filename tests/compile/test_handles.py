@@ -56,8 +56,20 @@ here = Handles()
         (lambda x, w: x + {FIRST: 5, SECOND: 6}[w], 3),
         (lambda x, w: rpc.rpc_sync(w, f.layer, (x, x)), 2),
         (lambda x, w: x if w is None else x + 1, 1),
+        (lambda x, w: x + (FIRST, SECOND).index(w), 3),
+        (lambda x, w: x + (1 if w in [FIRST] else 2), 2),
     ],
-    ids=["equality", "id", "name", "as key", "as key by another name", "as target", "or None"],
+    ids=[
+        "equality",
+        "id",
+        "name",
+        "as key",
+        "as key by another name",
+        "as target",
+        "or None",
+        "in a tuple",
+        "in a list",
+    ],
 )
 def test_a_worker_info_folds_and_is_guarded(use: Use, compilations: int) -> None:
     check(use, [FIRST, SECOND, WorkerInfo("worker1", 1)], compilations)

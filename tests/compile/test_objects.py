@@ -53,6 +53,33 @@ def test_a_process_group_as_argument_is_guarded_by_all_that_is_folded(
     assert not is_stale(FOLDED[what], groups)
 
 
+TABLE: dict[Any, int] = {}
+
+KEYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "global table": lambda x, key: x + TABLE[key],
+    "get": lambda x, key: x + TABLE.get(key, 7),
+    "in": lambda x, key: x + (1 if key in TABLE else 2),
+    "in a set": lambda x, key: x + (1 if key in {next(iter(TABLE))} else 2),
+}
+
+
+@pytest.mark.parametrize("what", KEYS)
+def test_a_process_group_or_a_mesh_as_key_is_guarded(what: str, groups: list[Any]) -> None:
+    layouts = (((2, 2), ("a", "b")), ((4,), ("a",)), ((2, 2), ("a", "c")))
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=names) for shape, names in layouts]
+    for keys in (groups[1:] + groups[:1], meshes):
+        torch._dynamo.reset()
+        TABLE.clear()
+        TABLE.update({key: place for place, key in enumerate(keys)})
+        if what != "global table":
+            del TABLE[keys[2]]
+        fast, counter = compiled(KEYS[what], "aot_eager")
+        for key in [*keys, *keys]:
+            x = torch.zeros(2)
+            torch.testing.assert_close(fast(x, key), KEYS[what](x, key))
+        assert counter.frame_count <= len(keys)
+
+
 def mesh_as(rank: int) -> DeviceMesh:
     dist.init_process_group("fake", rank=rank, world_size=4)
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))

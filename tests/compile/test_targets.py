@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from tests.compile import functions as f
 from tests.compile.checks import assert_same, compiled, differentiated
 from tests.scripts import run_script
@@ -108,6 +111,147 @@ def test_an_object_that_has_no_hash_is_called() -> None:
         torch.testing.assert_close(run(torch.zeros(2), shift), torch.full((2,), shift.by))
 
 
+@torch.no_grad()
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@torch.no_grad()
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+def _times(by: float) -> Callable[[Any], Any]:
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(x: Tensor) -> Tensor:
+            result: Tensor = function(x) * by
+            return result
+
+        return wrapped
+
+    return decorate
+
+
+@_times(10)
+def ten(x: Tensor) -> Tensor:
+    return x
+
+
+@_times(100)
+def hundred(x: Tensor) -> Tensor:
+    return x
+
+
+@torch.compile(backend="eager")
+def compiled_double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@torch.compile(backend="eager")
+def compiled_triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
+@functools.lru_cache
+def cached(x: Tensor) -> Tensor:
+    return x * 4
+
+
+def apply(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+def multiplied(x: Tensor, by: float) -> Tensor:
+    return x * by
+
+
+class Target:
+    """Functions that are given as an attribute."""
+
+    function: Any = None
+
+
+target = Target()
+
+
+def _as_global(x: Tensor, function: Any) -> Any:
+    return rpc.rpc_sync("worker1", target.function, (x,))
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    "functions",
+    [
+        (doubled, tripled),
+        (ten, hundred),
+        (torch.Tensor.neg, torch.Tensor.abs),
+        (torch.Tensor.neg, doubled, torch.sin),
+        (torch.Tensor.__neg__, torch.Tensor.__abs__),
+        (compiled_double, compiled_triple, cached),
+        (functools.partial(multiplied, by=2.0), functools.partial(multiplied, by=3.0)),
+        (functools.partial(apply, doubled), functools.partial(apply, tripled)),
+    ],
+    ids=["no_grad", "wraps", "methods", "mixed", "slots", "compiled", "partial", "of functions"],
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, function: rpc.rpc_sync("worker1", function, (x,)),
+        lambda x, function: rpc.rpc_async("worker1", function, (x,)).wait(),
+        lambda x, function: rpc.remote("worker1", function, (x,)).to_here(),
+        lambda x, function: rpc.rpc_sync("worker1", apply, (function, x)),
+        _as_global,
+    ],
+    ids=["rpc_sync", "rpc_async", "remote", "as argument", "as attribute"],
+)
+def test_another_function_is_noticed_and_the_same_one_is_not_compiled_again(
+    call: Any, functions: tuple[Any, ...]
+) -> None:
+    run, counter = compiled(call, "eager")
+    x = torch.full((2,), 5.0)
+    for function in functions * 2:
+        target.function = function
+        torch.testing.assert_close(run(x, function), function(x))
+    assert counter.frame_count == len(functions)
+
+
+@pytest.mark.usefixtures("job")
+def test_an_object_that_was_called_is_not_kept() -> None:
+    run, _ = compiled(lambda x, function: rpc.rpc_sync("worker1", function, (x,)), "eager")
+    scale = Scale(2.0)
+    gone = weakref.ref(scale)
+    run(torch.ones(2), scale)
+    run(torch.ones(2), scale.times)
+    del scale
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.usefixtures("job")
+def test_the_method_of_a_tensor_is_the_one_of_that_tensor() -> None:
+    run, counter = compiled(lambda x, f: rpc.rpc_sync("worker1", f, (x,)), "eager")
+    one, two = torch.ones(3), torch.full((3,), 2.0)
+    x = torch.full((3,), 5.0)
+    for tensor, name in [(one, "add"), (one, "mul"), (two, "add")] * 2:
+        method = getattr(tensor, name)
+        torch.testing.assert_close(run(x, method), method(x))
+    assert counter.frame_count == 3
+
+
+@pytest.mark.usefixtures("job")
+def test_the_arguments_of_a_partial_get_their_gradients() -> None:
+    def step(x: Tensor) -> Tensor:
+        return rpc.rpc_sync("worker1", PARTIAL, (x,)).pow(2).sum()
+
+    for function in (step, compiled(step, "aot_eager")[0]):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [function(torch.full((3,), 2.0))])
+            found = autograd.get_gradients(context_id)[WEIGHTED.weight]
+            torch.testing.assert_close(found, torch.full((3,), 8.0))
+
+
 def _made_inside(x: Tensor) -> Any:
     return rpc.rpc_sync("worker1", Scale(2.0).times, (x,))
 
@@ -124,10 +268,6 @@ def _with_parameters(x: Tensor) -> Any:
     return rpc.rpc_sync("worker1", WEIGHTED, (x,))
 
 
-def _partial_with_parameters(x: Tensor) -> Any:
-    return rpc.rpc_sync("worker1", PARTIAL, (x,))
-
-
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize(
     ("function", "sentence"),
@@ -136,7 +276,6 @@ def _partial_with_parameters(x: Tensor) -> Any:
         (_method_of_a_tensor, "must exist before"),
         (_object_as_argument, "must exist before"),
         (_with_parameters, "Make a RemoteModule of it"),
-        (_partial_with_parameters, "must exist before"),
     ],
 )
 def test_what_cannot_be_called_is_a_sentence(function: Any, sentence: str) -> None:

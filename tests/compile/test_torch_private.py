@@ -42,6 +42,53 @@ def test_sizes_of_fakes_are_formulas_of_the_sizes_of_arguments() -> None:
     assert not fakes.is_contiguous(x.t())
 
 
+def test_operators_that_want_numbers_for_sizes_take_symbols_and_data_is_asked_for_in_vain() -> None:
+    fakes = torch_private.Fakes()
+    x = fakes.tensor(0, torch.float32, (4, 3), (True, False), (3, 1), "cpu", False)
+    with fakes.active():
+        padded = torch.nn.functional.pad(x, (0, x.shape[0]))
+        for ask in (lambda: bool(x.sum() > 0), lambda: x.numpy(), lambda: x.sum().item() > 0):
+            with pytest.raises(Exception) as caught:  # noqa: PT011 - which one is in question
+                bool(ask())
+            assert torch_private.asks_for_data(caught.value)
+    assert evaluate(fakes.formula(padded.shape[1]), [(6, 3)], [(3, 1)], [], lambda _: 0) == 9
+    assert not torch_private.asks_for_data(ValueError("another"))
+
+
+_given: list[Any] = []
+
+
+@constant_of_graph
+def _note(function: Any, rest: Any) -> int:
+    _given.append((function, rest))
+    return len(_given)
+
+
+torch_private.explain_constants(_note, lambda: AssertionError("not constant"))
+torch_private.guard_callables(_note)
+
+
+@torch.no_grad()
+def _one(x: Tensor) -> Tensor:
+    return x
+
+
+@torch.no_grad()
+def _other(x: Tensor) -> Tensor:
+    return x
+
+
+def test_what_can_be_called_is_guarded_by_identity_and_wrappers_are_given_as_they_are() -> None:
+    run, counter = compiled(lambda x, f, g: x * _note(f, ("constant", ("more", g))))
+    _given.clear()
+    wrapped = torch.compile(_one, backend="eager")
+    pairs = [(_one, _other), (_other, _one), (wrapped, torch.compile(_one, backend="eager"))]
+    for pair in pairs * 2:
+        run(torch.ones(2), *pair)
+    assert counter.frame_count == 3
+    assert [(f, rest[1][1]) for f, rest in _given] == pairs
+
+
 def test_an_operator_calls_the_function_that_it_holds() -> None:
     operator = ops.enter.default
     held, calls = operator._op, []
@@ -75,6 +122,104 @@ def test_leaves_of_a_traced_backward_are_collected_with_their_gradients() -> Non
     x = torch.ones(2, requires_grad=True)
     torch.testing.assert_close(compiled(step)[0](x), torch.full((2,), 3.0))
     assert x.grad is None
+
+
+_inside: list[bool] = []
+
+
+@torch.compiler.assume_constant_result
+def _look_at_graph(*tensors: Tensor) -> bool:
+    raise AssertionError("Dynamo calls what looks at the fake tensors instead")
+
+
+def _note_inside(fakes: list[Tensor]) -> bool:
+    _inside.append(torch_private.graph_is_inside(fakes))
+    return _inside[-1] or torch_private.may_break_graph()
+
+
+torch_private.look_at_tensors(_look_at_graph, _note_inside)
+
+
+def test_fakes_know_what_of_their_graph_was_traced_and_a_leaf_is_guarded() -> None:
+    def ask(x: Tensor, y: Tensor) -> bool:
+        return _look_at_graph((x.sin() * y).sum())
+
+    def of(y: Tensor) -> bool:
+        _inside.clear()
+        told: bool = run(torch.ones(2), y)
+        return told
+
+    leaf = torch.ones(2, requires_grad=True)
+    run = torch.compile(ask, backend="eager", fullgraph=True)
+    assert of(leaf)
+    assert of(torch.zeros(2, requires_grad=True))
+    assert _inside == [], "the first graph serves again"
+    assert not of(leaf * 2)
+    torch._dynamo.reset()
+    assert not of((leaf * 2)[:])
+    torch._dynamo.reset()
+    run = torch.compile(ask, backend="eager")
+    assert of(leaf * 2), "the graph may break"
+
+
+_by_engine: list[bool] = []
+
+
+@torch.library.custom_op("telegrad_tests::note_engine", mutates_args=())
+def _note_engine(x: Tensor) -> Tensor:
+    _by_engine.append(torch_private.differentiated_by_engine())
+    return x.clone()
+
+
+@_note_engine.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_what_was_differentiated_when_it_was_compiled_runs_without_grad_mode(
+    needs_gradient: bool,
+) -> None:
+    def step(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return _note_engine(x.detach()) + (x if needs_gradient else x.detach())
+
+    _by_engine.clear()
+    for backend in ("eager", "aot_eager", "inductor"):
+        torch._dynamo.reset()
+        for mode in (torch.no_grad, torch.enable_grad):
+            with mode():
+                torch.compile(step, backend=backend, fullgraph=True)(torch.ones(2).requires_grad_())
+    assert _by_engine == [True, True, False, False, False, False]
+
+
+@constant_of_graph
+def _is_handled() -> bool:
+    return torch_private.handles_errors(("torch",))
+
+
+def _asking() -> bool:
+    return _is_handled()
+
+
+def test_a_trace_knows_try_blocks_around_it_from_with_blocks() -> None:
+    def ask(x: Tensor) -> tuple[list[bool], Tensor]:
+        found = [_asking()]
+        with torch.no_grad():
+            found.append(_asking())
+        try:
+            found.append(_asking())
+            with torch.no_grad(), torch.enable_grad():
+                found.append(_asking())
+        except LookupError:
+            x = x + 1
+        finally:
+            x = x + 2
+        found.append(_asking())
+        return found, x + 1
+
+    found, _ = compiled(ask)[0](torch.ones(2))
+    assert found == [False, False, True, True, False]
 
 
 _codes: list[CodeType | None] = []

@@ -86,6 +86,9 @@ class Bytes:
     def pending(self) -> int:
         return 0
 
+    def unheard(self) -> float:
+        return 0.0
+
     def fileno(self) -> int:
         return -1
 
@@ -217,7 +220,7 @@ _NUMBERS = frozenset(
 
 KEY = b"k" * 32
 ANSWER = Answer("b", 1, 1, "s", 0, "2", 1)
-HELLO = Hello("a", 0, 1, "job", "b", "s", 0, "2", 1, "calls")
+HELLO = Hello("a", 0, 1, "job", "b", "s", 0, "2", 1, "calls", 1)
 
 
 def handshake(data: bytes) -> None:

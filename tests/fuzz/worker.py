@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 import telegrad
+from telegrad.rpc.current import set_thread_node
 from telegrad.rpc.limits import Limits
 from telegrad.rpc.members import Member, Members
-from telegrad.rpc.node import Node, set_thread_node
+from telegrad.rpc.node import Node
 from telegrad.rpc.transport import Reply
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Trust

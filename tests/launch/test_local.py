@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy
 import pytest
+import torch
+from torch.distributed import DistNetworkError
 
 import telegrad
+from telegrad.launch import store
 from telegrad.launch.errors import LaunchError
 from telegrad.launch.job import Conduct
 from telegrad.launch.local import run_with
@@ -278,6 +283,43 @@ def test_a_script_without_guard_is_told_so(start_script: StartScript) -> None:
     _, err = script.communicate(timeout=60)
     assert script.returncode == 1
     assert 'put the call under `if __name__ == "__main__":`' in err
+    assert "frame #0" not in err, "torch must not tell its own story first"
+
+
+FORKS = """
+    child = os.fork()
+    if child == 0:
+        {end}
+    os.waitpid(child, 0)
+    assert all(os.path.exists(f"/proc/{{conducts.facts(rank)['pid']}}") for rank in (1, 2))
+    print("workers are left")
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise LookupError", "return"])
+def test_a_process_that_main_forks_ends_and_leaves_the_workers_alone(
+    start_script: StartScript, end: str
+) -> None:
+    script = start_script(body=FORKS.strip().format(end=end))
+    out, err = script.communicate(timeout=60)
+    assert script.returncode == 0, err
+    assert "workers are left" in out
+
+
+def test_workers_end_with_the_caller_though_a_process_that_it_forked_goes_on(
+    start_script: StartScript,
+) -> None:
+    body = "print(child := os.fork() or time.sleep(600), flush=True); time.sleep(600)"
+    script = start_script(body=body)
+    pids = read_pids(script)
+    servers = _children_of(pids[0])
+    child = read_pids(script)
+    try:
+        servers = [pid for pid in servers if pid not in child]
+        script.kill()
+        wait_until_gone([*pids[1:], *servers], 10.0)
+    finally:
+        os.kill(child[0], signal.SIGKILL)
 
 
 def test_names_of_workers() -> None:
@@ -293,6 +335,44 @@ def test_names_of_workers() -> None:
         worker_names("ps")
 
 
+@pytest.mark.parametrize("number", [numpy.int64(2), torch.tensor(2)])
+def test_any_whole_number_is_a_number_of_workers(number: Any) -> None:
+    assert worker_names(number) == ("worker1", "worker2")
+
+
+def test_a_store_that_does_not_answer_in_time_is_an_error_of_the_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise DistNetworkError("The client socket has timed out\nframe #0: ...")
+
+    monkeypatch.setattr(store, "TCPStore", refuse)
+    words = r"within 0.01 s \(The client socket has timed out\): pass a longer timeout="
+    with pytest.raises(LaunchError, match=words):
+        store.visit_store(1, 0.01)
+
+
+def test_of_two_threads_that_start_a_job_one_is_told_of_the_other() -> None:
+    inside, told = threading.Event(), threading.Event()
+
+    def main() -> bool:
+        inside.set()
+        return told.wait(30)
+
+    results: list[bool] = []
+    first = threading.Thread(target=lambda: results.append(telegrad.run(main, workers=0)))
+    first.start()
+    assert inside.wait(30)
+    try:
+        with pytest.raises(LaunchError, match=r"a telegrad\.run is under way") as caught:
+            telegrad.run(int, workers=0)
+    finally:
+        told.set()
+        first.join()
+    assert "shutdown" not in str(caught.value)
+    assert results == [True]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -303,6 +383,12 @@ def test_names_of_workers() -> None:
         ({"workers": [1, 2]}, "name must be a string, but got 1"),
         ({"threads_per_worker": 0}, "threads_per_worker=0: .* at least 1"),
         ({"timeout": -1}, "timeout=-1: .* greater than 0"),
+        ({"timeout": float("inf")}, "timeout=inf: .* and at most 9223372036"),
+        ({"liveness": 1e12}, "liveness=1000000000000.0: .* and at most 9223372036"),
+        ({"seed": 2**64 - 1}, "seed=18446744073709551615: .* the last seed \\+ 1"),
+        ({"seed": -(2**63) - 1}, "seed=-9223372036854775809: torch takes seeds from -2\\*\\*63"),
+        ({"env": {"A=B": "1"}}, "env has 'A=B', which cannot be"),
+        ({"env": {"A": "1\0"}}, "env has 'A', which cannot be"),
         ({"liveness": -1}, "liveness=-1: .* greater than 0"),
         ({"seed": "x"}, "seed='x' is a str: give a whole number"),
         ({"env": {"A": 1}}, "env={'A': 1}: give names and values as strings"),

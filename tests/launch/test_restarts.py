@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -167,6 +168,30 @@ def test_a_worker_that_was_stopped_for_too_long_is_replaced_though_it_goes_on() 
         assert _until(lambda: not os.path.exists(f"/proc/{before}"))
 
     telegrad.run(main, workers=["a", "b"], restarts=1, liveness=1.0)
+
+
+def test_errors_say_that_the_process_that_starts_workers_has_ended() -> None:
+    def main() -> None:
+        server = rpc.rpc_sync("a", os.getppid)
+        os.kill(server, signal.SIGKILL)  # As the kernel does when memory runs out.
+        with pytest.raises(rpc.WorkerLost):
+            rpc.rpc_sync("a", time.sleep, args=(60,), timeout=30)
+        rpc.wait_for_worker("a", timeout=30)
+
+    ended = r"the process that starts the workers ended by itself: it was ended by signal SIGKILL"
+    with pytest.raises(rpc.WorkerLost, match=f"'a' is gone: .*{ended}") as caught:
+        telegrad.run(main, workers=["a", "b"], restarts=2)
+    assert any(re.match(ended, note) for note in caught.value.__notes__)
+
+
+def test_the_first_error_after_that_end_has_a_note_of_it() -> None:
+    def main() -> None:
+        os.kill(rpc.rpc_sync("a", os.getppid), signal.SIGKILL)
+        rpc.rpc_sync("a", time.sleep, args=(60,), timeout=30)
+
+    with pytest.raises(rpc.WorkerLost) as caught:
+        telegrad.run(main, workers=["a"])
+    assert any("ended by itself" in note for note in caught.value.__notes__)
 
 
 def test_a_number_of_restarts_that_is_none_is_refused() -> None:

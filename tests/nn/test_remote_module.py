@@ -39,6 +39,26 @@ def test_a_call_gives_what_the_module_would_give_here() -> None:
     torch.testing.assert_close(remote.lazy(x()).to_here(), local(x()).detach())
 
 
+@pytest.mark.parametrize("name", ["self", "function", "rref", "timeout"])
+def test_a_keyword_argument_may_have_any_name(name: str) -> None:
+    _, remote = pair()
+    named: dict[str, Any] = {name: 1}
+    assert remote.run(names_of, **named) == [name]
+    assert remote.lazy(x()).then(names_of, **named).to_here() == [name]
+
+
+def names_of(value: Any, /, **kwargs: Any) -> list[str]:
+    return sorted(kwargs)
+
+
+def test_what_a_module_gives_in_inference_mode_can_be_changed_outside_of_it() -> None:
+    local, remote = pair()
+    with torch.inference_mode():
+        outputs = remote(x()), remote.forward_async(x()).wait(), remote.lazy(x()).to_here()
+    for output in outputs:
+        torch.testing.assert_close(output.add_(1), local(x()).detach() + 1)
+
+
 def test_gradients_are_those_of_one_process() -> None:
     local, remote = pair()
     here, there = x().requires_grad_(), x().requires_grad_()

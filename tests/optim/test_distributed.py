@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from tests.optim.models import Local, Spread, batches, loss_of
 
 pytestmark = pytest.mark.usefixtures("workers")

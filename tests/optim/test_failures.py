@@ -14,7 +14,7 @@ from telegrad import autograd, rpc
 from telegrad.autograd import UnknownContext
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer, OptimizerError, StepFailed
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from tests.optim.failing import FailsOnOrder, set_failing
 from tests.optim.models import Spread, batches, loss_of
 

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -162,12 +163,30 @@ class Process:
         return self.errors
 
     def signal(self, number: signal.Signals) -> None:
+        """Send it a signal; SIGSTOP has stopped all of its threads when this returns."""
         signal.pidfd_send_signal(self._descriptor, number)
+        if number is signal.SIGSTOP:
+            self._wait_until_stopped()
+
+    def _wait_until_stopped(self) -> None:
+        """The kernel stops one thread after the other: those that still run go on answering."""
+        threads = Path(f"/proc/{self.pid}/task")
+        until = time.monotonic() + 10
+        while any(state_of(thread) not in "TtZX" for thread in threads.iterdir()):
+            assert time.monotonic() < until, f"process {self.pid} has not stopped within 10 s"
+            time.sleep(0.001)
 
     def kill(self) -> None:
-        """End it as the kernel ends a process that took too much memory."""
+        """End it as the kernel ends a process that took too much memory.
+
+        Its connections are gone a little before it is: what returns when the first are closed may
+        still find the process alive.
+        """
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
+        end = select.poll()
+        end.register(self._descriptor, select.POLLIN)
+        end.poll(10_000)
         self._reader.join(10)
 
     def end(self) -> str:
@@ -198,6 +217,14 @@ class Process:
         with os.fdopen(stderr, errors="replace") as stream:
             for line in stream:
                 self.errors += line
+
+
+def state_of(thread: Path) -> str:
+    """The letter that the kernel has for what a thread does; X if it is gone."""
+    try:
+        return (thread / "stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 class Job:

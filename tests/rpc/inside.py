@@ -12,7 +12,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from tests.rpc import functions
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.rpc.values import PATIENCE_WITH_PROMISE
 from telegrad.wire.frames import GROUP, HEADER, INLINE, Kind
 from telegrad.wire.link import Link

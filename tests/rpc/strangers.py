@@ -40,7 +40,7 @@ from typing import Any
 from telegrad import rpc
 from telegrad.rpc import meeting, rendezvous
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.wire.address import (
     Address,
     TcpAddress,
@@ -147,7 +147,7 @@ def replay(target: Target) -> bytes:
 def with_the_key_of_another_job(target: Target) -> bytes:
     """All of the handshake, and TLS before it where the worker wants that."""
     key = JobKey(secrets.token_bytes(32))
-    hello = Hello("a", 0, 1, "job", "b", "s", 0, "2", 1, "calls")
+    hello = Hello("a", 0, 1, "job", "b", "s", 0, "2", 1, "calls", 1)
     end = ClientHandshake(bytes(key), hello)
     said = b""
     with target.visit() as sock:

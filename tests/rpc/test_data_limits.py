@@ -18,10 +18,12 @@ from telegrad import autograd, rpc
 from telegrad.autograd.context import WORKER_SHIFT, working_in
 from telegrad.autograd.messages import Begin, History, Options, encode
 from telegrad.autograd.service import Autograd
+from telegrad.rpc import incoming
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Kind
+from telegrad.wire.session import Session
 from tests.rpc import data_functions as functions
 from tests.rpc.fleet import Job
 from tests.rpc.inside import call
@@ -274,6 +276,8 @@ def begin_passes(to: int, initiator: int, count: int) -> None:
     node = current_node()
     context = service().new_context()
     kept.append(context)
+    with working_in(context):
+        call(to, functions.scale, 2)
     for number in range(1, count + 1):
         pass_id = (initiator << WORKER_SHIFT) + number
         begin = encode(context.id, pass_id, Begin(Options(), History()))
@@ -439,6 +443,27 @@ def test_who_keeps_to_the_limit_in_bytes_waits_and_is_not_refused(
     job = make_parties("a", "b", limits=rpc.Limits(bytes_in_flight=100 * KILOBYTE))
     size = 40 * KILOBYTE
     assert job["a"].do(scale_many, "b", 30, size) == {f"answered {2 * size}"}
+
+
+def keep_few_answers(size: int) -> None:
+    incoming.MOST_ANSWER_BYTES = size  # type: ignore[misc]
+
+
+def never_acknowledge(to: str, calls: int) -> list[str]:
+    """Read all answers, and never say so."""
+    stamp = Session.stamp
+    Session.stamp = lambda self: (stamp(self)[0], 0)  # type: ignore[method-assign]
+    Session.acknowledge = lambda self: 0  # type: ignore[method-assign]
+    x = torch.ones(40 * KILOBYTE, dtype=torch.uint8)
+    return [attempt(lambda: int(call(to, functions.scale, x).sum())) for _ in range(calls)]
+
+
+def test_answers_that_are_not_taken_are_limited_in_bytes(make_parties: MakeJob) -> None:  # noqa: F811
+    job = make_parties("a", "b")
+    job["b"].do(keep_few_answers, 100 * KILOBYTE)
+    told = job["a"].do(never_acknowledge, "b", 6)
+    assert ["answered" in each for each in told] == [True] * 3 + [False] * 3, told
+    assert "of answers that worker 'a' has not taken" in told[-1]
 
 
 def call_under_one_number(to: str, *calls: tuple[Any, ...]) -> list[str]:

@@ -14,8 +14,8 @@ import torch
 import telegrad
 from telegrad import rpc
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.current import current_node
 from telegrad.rpc.methods import call_parcel, fetch_parcel
-from telegrad.rpc.node import current_node
 from telegrad.rpc.reference_mail import in_one
 from telegrad.rpc.reference_messages import ForkId, Gone, ReferenceId, Transfer
 from telegrad.wire.codec import pack

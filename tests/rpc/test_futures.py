@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.rpc.outgoing import Outgoing
 from tests.rpc import functions
 from tests.rpc.functions import Account
@@ -47,6 +48,39 @@ def test_a_chained_function_may_call() -> None:
 
     futures = [rpc.rpc_async("worker1", functions.echo, args=(n,)).then(go_on) for n in range(50)]
     assert [future.wait() for future in futures] == [f"worker2{n}" for n in range(50)]
+
+
+@pytest.mark.parametrize("to", ["main", "worker1"])
+def test_what_arrives_in_inference_mode_is_an_ordinary_tensor(to: str) -> None:
+    rref = rpc.remote(to, torch.ones, args=(2,))
+    with torch.inference_mode():
+        future = rpc.rpc_async(to, torch.ones, args=(2,))
+        arrived = {
+            "rpc_sync": rpc.rpc_sync(to, torch.ones, args=(2,)),
+            "rpc_async": future.wait(),
+            "a container": rpc.rpc_sync(to, functions.echo, args=([torch.ones(2)],))[0],
+            "a parameter": rpc.rpc_sync(to, torch.nn.Linear, args=(1, 1)).weight,
+            "to_here": rref.to_here(),
+            "a method": rref.rpc_sync().add(1),
+        }
+    for what, tensor in arrived.items():
+        assert not tensor.is_inference(), what
+        (tensor * torch.ones(2, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_callbacks_do_not_run_in_the_modes_of_who_waits(mode: Callable[[], Any]) -> None:
+    modes: queue.SimpleQueue[tuple[bool, bool]] = queue.SimpleQueue()
+    name = f"waits in {mode}"
+    future = rpc.rpc_async("worker1", functions.wait_event, args=(name,))
+    future.add_done_callback(
+        lambda _: modes.put((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+    )
+    with mode():
+        rpc.rpc_async("worker1", functions.set_event, args=(name,))
+        future.wait()
+        assert not torch.is_grad_enabled()
+    assert modes.get(timeout=10) == (False, True)
 
 
 def test_many_futures_are_awaited_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -12,11 +13,11 @@ import pytest
 
 from telegrad import rpc
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from tests.netns import hosts
 from tests.rpc import functions
 from tests.rpc.fleet import Nursery
-from tests.rpc.inside import call
+from tests.rpc.inside import agent, call, when_settled
 from tests.rpc.spread import SpreadJob
 
 LIVENESS = 2.0
@@ -134,6 +135,35 @@ def test_a_worker_that_computes_in_c_for_longer_than_the_window_is_not_lost(
     assert job["a"].do(call, "b", functions.who_am_i) == "b"
     for name in "abc":
         assert job[name].do(rpc.debug_info)["lost workers"] == {}
+
+
+def kill_companion() -> int:
+    companion = agent()._meeting._companion
+    assert companion is not None
+    os.kill(companion.pid, signal.SIGKILL)
+    return companion.pid
+
+
+def companion_after(killed: int) -> bool:
+    """Whether there is another one."""
+    companion = agent()._meeting._companion
+    assert companion is not None
+    return when_settled(lambda: companion.pid != killed and not companion.has_ended)
+
+
+def test_a_worker_whose_companion_is_killed_is_not_lost(spread: Callable[..., SpreadJob]) -> None:
+    job = spread(liveness=LIVENESS)
+    assert job["a"].do(heard_of, "b", "c")
+    for _ in range(2):
+        killed = job["b"].do(kill_companion)
+        # What is tested is that this much time passes in which nothing else is heard.
+        job["a"].do(call, "b", time.sleep, 2 * LIVENESS)
+        assert job["b"].do(companion_after, killed)
+    for name in "abc":
+        assert job[name].do(rpc.debug_info)["lost workers"] == {}
+    job["b"].signal(signal.SIGSTOP)
+    message, _ = job["a"].do(call_until_lost, "b", functions.who_am_i)
+    assert message.startswith(f"b: its process has been stopped for {LIVENESS:g} s")
 
 
 def losses() -> dict[str, str]:

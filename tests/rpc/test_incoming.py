@@ -15,10 +15,10 @@ from telegrad import rpc
 from telegrad.rpc import agent as agent_module
 from telegrad.rpc import incoming
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.current import current_node
 from telegrad.rpc.incoming import Aside, Incoming
 from telegrad.rpc.limits import default_limits
 from telegrad.rpc.meeting import CutShort
-from telegrad.rpc.node import current_node
 from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.worker import WorkerInfo

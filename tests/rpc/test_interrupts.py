@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.wire import interrupts
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Process

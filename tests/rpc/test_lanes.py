@@ -185,7 +185,7 @@ def test_a_lane_for_no_connection_or_a_second_one_is_turned_away(job: Job) -> No
 def test_lanes_are_for_tcp_in_the_clear() -> None:
     """Elsewhere they gain nothing, and shared memory or a process group has no use for them."""
     key = new_key()
-    hello = Hello("a", 0, 1, "job", "b", "s", 0, "2", meeting.PROTOCOL, "calls")
+    hello = Hello("a", 0, 1, "job", "b", "s", 0, "2", meeting.PROTOCOL, "calls", 1)
     end = ClientHandshake(bytes(key), hello)
     end._openings = b"what both said"
     here = meeting.Meeting(key=key, job="job", incarnation=1, host="h")

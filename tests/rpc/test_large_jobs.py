@@ -6,9 +6,10 @@ import pytest
 
 from telegrad import rpc
 from telegrad.rpc.closing import Closing
+from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import RendezvousError
 from telegrad.rpc.members import Member, Members
-from telegrad.rpc.node import _services, current_node
+from telegrad.rpc.node import _services
 from telegrad.rpc.rendezvous import _problem
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.testing import simulate

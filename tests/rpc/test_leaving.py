@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +15,12 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
+from telegrad.rpc.job_files import remove_abandoned, write_key
+from telegrad.wire.address import job_directory
+from telegrad.wire.keys import new_key
 from tests.rpc import functions
-from tests.rpc.fleet import Job, Process, join, results, serve_store
+from tests.rpc.fleet import Job, Process, init, join, results, serve_store
 from tests.rpc.inside import begin_call, call, open_files, outcome_of_begun, when_settled
 from tests.scripts import run_script
 
@@ -272,6 +276,66 @@ def test_a_job_whose_workers_were_killed_leaves_nothing_once_another_starts(
     os.utime(left, (0, 0))
     make_job("a", "b")
     assert not left.exists()
+
+
+@pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
+def test_a_worker_that_cannot_listen_leaves_no_key(
+    start: Start, transports: tuple[str, ...], tmp_path: Path
+) -> None:
+    before, process = job_directories(), start()
+    for size in (1, None):
+        with pytest.raises(OSError, match="not an address of this host"):
+            process.do(
+                init,
+                "a",
+                rank=0,
+                world_size=size,
+                init_method=f"file://{tmp_path}/meeting {size}",
+                host="192.0.2.1",
+                transports=transports,
+            )
+    assert not job_directories() - before
+
+
+def test_the_key_of_workers_that_are_called_over_tcp_only_goes_with_the_last(start: Start) -> None:
+    store, processes, before = serve_store(), [start(), start()], job_directories()
+    over_tcp: dict[str, Any] = {"transports": ("tcp",), "host": "127.0.0.1"}
+    for name, process in zip("ab", processes, strict=True):
+        process.do(join, name, None, None, store.port, **over_tcp)
+    [made] = job_directories() - before
+    os.utime(made, (0, 0))
+    start().do(remove_abandoned, made.parent)
+    processes[0].do(rpc.shutdown)
+    assert (made / "key").exists(), "a worker that comes later needs it"
+    processes[1].do(rpc.shutdown)
+    assert not made.exists()
+
+
+def found_and_wait(job: str) -> None:
+    write_key(job, new_key())
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["just made", "made long ago"])
+def test_what_was_left_by_who_died_while_it_founded_a_job_goes_once_it_is_old(
+    start: Start, old: bool
+) -> None:
+    founder = start()
+    founder.do(found_and_wait, f"founded {old}")
+    with_key, empty = job_directory(f"founded {old}"), job_directory(f"empty {old}")
+    for each in (with_key, empty):
+        if old:
+            os.utime(each, (0, 0))
+    remove_abandoned(with_key.parent)
+    assert (with_key / "key").exists(), "its founder is alive"
+    assert empty.exists() is not old
+    founder.kill()
+    if old:
+        os.utime(with_key, (0, 0))
+    remove_abandoned(with_key.parent)
+    assert with_key.exists() is not old
+    if not old:
+        shutil.rmtree(with_key)
+        empty.rmdir()
 
 
 def test_the_last_worker_removes_the_sockets_of_those_that_were_killed(make_job: MakeJob) -> None:

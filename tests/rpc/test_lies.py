@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from telegrad.autograd.context import WORKER_SHIFT, working_in
 from telegrad.autograd.crossing import pack_note
 from telegrad.autograd.messages import Begin, Fail, Failure, History, Options, decode, encode
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.current import current_node
 from telegrad.rpc.loans import Loan
 from telegrad.rpc.methods import call_parcel, fetch_parcel
-from telegrad.rpc.node import current_node
 from telegrad.rpc.reference_mail import MAX_EARLY, Inbox, in_one
 from telegrad.rpc.reference_messages import (
     Fence,
@@ -143,6 +144,20 @@ def test_who_has_the_lower_id_may_have_others_expelled_in_few_words(three: Job) 
     three["a"].do(expel, B, C, "x" * 1_000_000)
     wait_until(three, "b", names_of_lost, ["c"])
     assert len(three["b"].do(lost)["c"]) < 5000
+
+
+def want_to_leave(to: str, *counts: int) -> str:
+    node = current_node()
+    asked = partial(node.request, node.members.find(to), "closing", 0, *counts, timeout=5)
+    return attempt(asked)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, -1), (0, -1, 0), (-1, 0, 0)])
+def test_fewer_calls_than_none_hide_nothing_that_is_under_way(
+    lasting: Job, counts: tuple[int, ...]
+) -> None:
+    told = lasting["a"].do(want_to_leave, "b", *counts)
+    assert "no message of a worker that wants to leave" in told
 
 
 @pytest.mark.parametrize("number", [B, 3, -1, 1 << 16, 1 << 70, True, "a"])
@@ -468,6 +483,8 @@ def test_a_message_under_the_number_of_anothers_is_refused(lasting: Job) -> None
 def tell_history(to: int, over_below: int) -> None:
     node = current_node()
     context = service().new_context()
+    with working_in(context):
+        call(to, functions.scale, 2)
     pass_id = (node.info.id << WORKER_SHIFT) + 5
     node.post(
         to,
@@ -488,10 +505,28 @@ def test_a_pass_tells_of_the_passes_of_its_initiator_only(lasting: Job) -> None:
     wait_until(lasting, "b", bounds_kept, [A])
 
 
+def begin_in_contexts_to_come(to: int, origin: int) -> None:
+    """Say of the first contexts that another makes that all passes in them are over."""
+    first = origin << WORKER_SHIFT
+    for number in range(first, first + 100):
+        begin = Begin(Options(), History((origin << WORKER_SHIFT) + (1 << 20)))
+        current_node().post(to, "autograd.pass", encode(number, first + 1, begin))
+    call(to, functions.scale, 2)
+
+
+def test_who_has_no_part_in_a_context_has_no_say_in_its_passes(three: Job) -> None:
+    three["c"].do(begin_in_contexts_to_come, B, A)
+    for _ in range(2):
+        three["a"].do(cross_once, "b")
+        assert three["a"].do(differentiate) == [1.0, 1.0, 1.0]
+
+
 def flood_pass(to: int, count: int) -> list[str]:
     """Say more in a pass than there is to say, while nobody can take it in."""
     node = current_node()
     context = service().new_context()
+    with working_in(context):
+        call(to, functions.scale, 2)
     begin = encode(context.id, (node.info.id << WORKER_SHIFT) + 1, Begin(Options(), History()))
     for _ in range(count):
         node.post(to, "autograd.pass", begin)

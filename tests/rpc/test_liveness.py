@@ -13,8 +13,8 @@ import pytest
 
 from telegrad import rpc
 from telegrad.rpc import vitals
+from telegrad.rpc.current import current_node
 from telegrad.rpc.lookout import UNMET_PER_LOOK
-from telegrad.rpc.node import current_node
 from tests.rpc import functions
 from tests.rpc.fleet import Job
 from tests.rpc.inside import agent

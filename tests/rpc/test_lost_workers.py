@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.rpc.runtime import _all_threads
 from tests.rpc import functions
 from tests.rpc.fleet import Job

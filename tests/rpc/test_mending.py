@@ -9,12 +9,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from telegrad import rpc
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
+from telegrad.wire.frames import Kind
+from telegrad.wire.link import Link
 from telegrad.wire.stream import Part, PlainStream
 from tests.rpc import functions
 from tests.rpc.fleet import Job
@@ -214,6 +217,51 @@ def test_a_connection_cut_under_a_blocked_writer_is_mended(
     job = make_job("a", "b", **options)
     for _ in range(3):
         assert job["a"].do(send_large_and_cut, "b")
+
+
+def largest_of(value: Any) -> int:
+    return int(np.frombuffer(value, np.uint8).max())
+
+
+def send_and_change(to: str, value: Any) -> int:
+    """What the callee finds in what is changed while its connection is mended."""
+    cut_links("outgoing")
+    pending = rpc.rpc_async(to, largest_of, args=(value,))
+    np.frombuffer(value, np.uint8)[:] = 7
+    largest: int = pending.wait()
+    return largest
+
+
+def change_results_while_mending() -> None:
+    """From now on the connection breaks before each result, which is changed when it has left."""
+    send = Link.send
+
+    def send_broken(self: Link, kind: Kind, *args: Any, **options: Any) -> None:
+        if kind is Kind.REPLY:
+            self.mark_broken()
+        send(self, kind, *args, **options)
+        if kind is Kind.REPLY:
+            functions.kept[:] = 7
+
+    Link.send = send_broken  # type: ignore[method-assign]
+
+
+def give_array(size: int) -> Any:
+    functions.kept = np.ones(size, np.uint8)
+    return functions.kept
+
+
+@pytest.mark.parametrize("kind", [np.array, bytearray])
+def test_what_is_changed_while_its_connection_is_mended_arrives_as_it_was_sent(
+    make_job: MakeJob, kind: Callable[[Any], Any]
+) -> None:
+    job = make_job("a", "b", **TCP)
+    job["a"].do(call, "b", functions.nothing)
+    for size in (200_000, 6_000_000):
+        assert job["a"].do(send_and_change, "b", kind(np.ones(size, np.uint8))) == 1
+    job["b"].do(change_results_while_mending)
+    assert largest_of(job["a"].do(call, "b", give_array, 200_000)) == 1
+    assert job["a"].do(rpc.debug_info)["lost workers"] == {}
 
 
 def hold_visitors() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc import closing, rendezvous
+from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import RendezvousError, UnknownWorker, WorkerLost
 from telegrad.rpc.members import Member, Members
-from telegrad.rpc.node import current_node
 from telegrad.rpc.worker import WorkerInfo
 from tests.rpc.fleet import Job, Nursery
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from telegrad import rpc
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.values import PATIENCE_WITH_PROMISE
 from telegrad.testing import Faults, now, simulate, sleep

@@ -16,8 +16,8 @@ import pytest
 from telegrad import rpc
 from telegrad.rpc import calls
 from telegrad.rpc.calls import latched
+from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import CallTimeout
-from telegrad.rpc.node import current_node
 from telegrad.rpc.outgoing import Outgoing
 from tests.rpc import functions
 from tests.rpc.fleet import Job

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -53,7 +55,7 @@ def test_a_rank_taken_twice_is_told_to_who_came_second(start: Start) -> None:
     store = serve_store()
     first, second, third = start(), start(), start()
     joining = first.begin(join, "a", 0, 2, store.port)
-    store.wait(["telegrad/visitor 1 of 0"])
+    store.wait(["telegrad/visitor of 0"])
     with pytest.raises(rpc.RendezvousError, match=r"rank 0 is taken twice.*'c'.*'a'"):
         second.do(join, "c", 0, 2, store.port)
     third.do(join, "b", 1, 2, store.port)
@@ -143,7 +145,10 @@ def test_a_port_at_which_no_store_listens_is_named_within_the_join_timeout(
     [
         ("file:///no/such/directory/meeting", "there is no directory '/no/such/directory'"),
         ("pigeon://roof", "give 'env://', 'tcp://host:port' or 'file:///path'"),
-        ("tcp://127.0.0.1", "the same init_method"),
+        ("tcp://127.0.0.1", "it names no port; write 'tcp://host:port'"),
+        ("tcp://127.0.0.1:x", "its port is no number from 0 to 65535"),
+        ("tcp://127.0.0.1:99999", "its port is no number from 0 to 65535"),
+        ("tcp://:29500", "it names no host"),
         (None, "set MASTER_ADDR"),
     ],
 )
@@ -155,6 +160,98 @@ def test_an_init_method_that_names_no_store_is_refused(
     with pytest.raises(rpc.RendezvousError, match=words):
         rpc.init_rpc("a", rank=0, world_size=1, init_method=url, join_timeout=5.0)
     assert time.monotonic() - started < 5
+
+
+ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"MASTER_PORT": "x"}, "MASTER_PORT of the environment is 'x': give a whole number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999: ports go from 0 to 65535"),
+        ({"RANK": "zero"}, "RANK of the environment is 'zero': give a whole number"),
+        ({"RANK": "zero", "WORLD_SIZE": ""}, "RANK of the environment is 'zero'"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE of the environment is 'two'"),
+        ({"RANK": "", "MASTER_PORT": ""}, "set MASTER_PORT and RANK in the environment"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(
+    changes: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**ENVIRONMENT, **changes}.items():
+        monkeypatch.setenv(name, value)
+        if not value and name == "WORLD_SIZE":
+            monkeypatch.delenv(name)
+    with pytest.raises(rpc.RendezvousError, match=words) as raised:
+        rpc.init_rpc("a", join_timeout=5.0)
+    assert "set MASTER_ADDR" not in str(raised.value)
+
+
+def test_a_port_of_the_environment_that_is_taken_is_named(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        env = {**ENVIRONMENT, "MASTER_PORT": str(taken.getsockname()[1])}
+        with pytest.raises(rpc.RendezvousError, match="something else listens at MASTER_PORT"):
+            start().do(init, "a", env, join_timeout=5.0)
+
+
+@pytest.mark.parametrize("way", ["env", "tcp"])
+def test_a_host_that_is_not_known_is_named(start: Start, way: str) -> None:
+    host = "no.such.host.invalid"
+    options = {"init_method": f"tcp://{host}:29500"} if way == "tcp" else {}
+    env = {**ENVIRONMENT, "MASTER_ADDR": host}
+    with pytest.raises(rpc.RendezvousError, match=f"the host '{host}', of which no address"):
+        start().do(init, "a", env, rank=1, world_size=2, join_timeout=0.5, **options)
+
+
+STORE = b"\t\0\0\0refcount/\x01\0\0\x001"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"import torch\n" * 80, b"\xff" * 1000, b"\0" * 64, b"x", STORE[:-1], STORE[:11], STORE[:-3]],
+    ids=["text", "large numbers", "zeros", "one byte", "no value", "half a key", "half a length"],
+)
+def test_a_file_that_is_no_store_is_named_and_left_as_it_was(
+    start: Start, tmp_path: Path, content: bytes
+) -> None:
+    """Torch would look in it for the end of an entry for ever, and no signal would end that."""
+    path = tmp_path / "notes"
+    path.write_bytes(content)
+    process = start()
+    with pytest.raises(rpc.RendezvousError, match=f"file '{path}' is there, and it is no store"):
+        process.begin(
+            init, "a", rank=0, world_size=1, init_method=f"file://{path}", join_timeout=5.0
+        ).result(20)
+    assert path.read_bytes() == content
+
+
+def test_a_directory_and_a_pipe_are_no_stores(start: Start, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    process = start()
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(rpc.RendezvousError, match=f"'{path}' is no file"):
+            process.begin(init, "a", rank=0, world_size=1, init_method=f"file://{path}").result(20)
+
+
+@pytest.mark.parametrize("content", [b"", STORE], ids=["empty", "used"])
+def test_a_file_that_is_a_store_is_met_in_though_it_was_there(
+    start: Start, tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "meeting"
+    path.write_bytes(content)
+    process = start()
+    process.do(init, "a", rank=0, world_size=1, init_method=f"file://{path}")
+    process.do(rpc.shutdown)
+
+
+def test_a_file_that_another_process_keeps_locked_is_named(start: Start, tmp_path: Path) -> None:
+    with (tmp_path / "meeting").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(rpc.RendezvousError, match=r"has had the file .* locked for 0\.5 s"):
+            start().begin(
+                init, "a", rank=0, world_size=1, init_method=f"file://{file.name}", join_timeout=0.5
+            ).result(20)
 
 
 def test_an_address_that_is_not_ours_is_refused(start: Start, tmp_path: Path) -> None:

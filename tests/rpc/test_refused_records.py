@@ -20,7 +20,7 @@ import telegrad
 from telegrad import autograd, rpc
 from telegrad.autograd.context import Context
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.wire.frames import Kind
 from tests.rpc import data_functions as functions
 from tests.rpc.test_data_limits import attempt, call, contexts, service, wait_until

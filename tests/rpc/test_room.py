@@ -1,15 +1,19 @@
-"""A process that may open no more files says so, and believes no ill of others."""
+"""A process that may open no more files says so, and believes no ill of others; one that can have
+no shared memory does without."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +21,13 @@ from torch.distributed import HashStore
 
 import telegrad
 from telegrad import rpc
+from telegrad.rpc import meeting
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.meeting import _MEMORY, _share_memory
-from telegrad.rpc.node import current_node
-from telegrad.rpc.room import is_lack
+from telegrad.rpc.current import current_node
+from telegrad.rpc.meeting import _MEMORY, _NO_MEMORY, _share_memory
+from telegrad.rpc.room import is_lack, no_room
 from telegrad.rpc.runtime import Threads
-from telegrad.wire.arena import Arena
+from telegrad.wire.arena import Arena, ArenaView
 from tests.rpc import functions
 from tests.rpc.fleet import Job, Nursery
 from tests.rpc.inside import agent, descriptors, references
@@ -142,6 +147,142 @@ def test_shared_memory_that_found_no_room_is_not_taken_for_none() -> None:
     ours.close()
     theirs.close()
     arena.close()
+
+
+def share(refused: dict[str, int]) -> list[tuple[bool, bool]]:
+    """Whether each of two ends has memory to send in and memory to read in. `refused` says what the
+    first finds in place of which kind of memory."""
+
+    def refuse(kind: type) -> Callable[..., Any]:
+        def make(*args: Any) -> Any:
+            number = refused.get(kind.__name__)
+            if number is not None and threading.current_thread().name.startswith("first"):
+                raise OSError(number, os.strerror(number))
+            return kind(*args)
+
+        return make
+
+    ends = socket.socketpair()
+    for end in ends:
+        end.settimeout(10)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ThreadPoolExecutor(1, "first") as first,
+        ThreadPoolExecutor(1, "second") as second,
+    ):
+        for kind in (Arena, ArenaView):
+            patch.setattr(meeting, kind.__name__, refuse(kind))
+        sharing = [
+            pool.submit(_share_memory, end, 1 << 20)
+            for pool, end in zip((first, second), ends, strict=True)
+        ]
+        shared = [each.result() for each in sharing]
+    for end in ends:
+        end.settimeout(0.01)
+        with pytest.raises(TimeoutError):
+            end.recv(1)  # Nothing is left that the link would take for a frame.
+    for end in ends:
+        end.close()
+    return [(arena is not None, view is not None) for arena, view, _ in shared]
+
+
+@pytest.mark.parametrize("number", [errno.EFBIG, errno.ENOMEM, errno.ENOSPC, errno.EPERM])
+def test_memory_that_cannot_be_had_is_done_without_in_its_direction_alone(number: int) -> None:
+    assert share({}) == [(True, True), (True, True)]
+    assert share({"Arena": number}) == [(False, True), (True, False)]
+    assert share({"ArenaView": number}) == [(True, False), (False, True)]
+    assert share({"Arena": number, "ArenaView": number}) == [(False, False), (False, False)]
+
+
+def test_who_shares_no_memory_takes_none() -> None:
+    """With data only: who shares memory can change a tensor after it was checked."""
+    ours, theirs = socket.socketpair()
+    arena = Arena(1 << 20)
+    socket.send_fds(theirs, [_MEMORY], [arena.fd])
+    theirs.sendall(_MEMORY)
+    before = descriptors()
+    assert _share_memory(ours, 0)[:2] == (None, None)
+    assert descriptors() == before
+    assert theirs.recv(2) == 2 * _NO_MEMORY
+    ours.close()
+    theirs.close()
+    arena.close()
+
+
+def bound_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 20, hard))
+
+
+def bound_addresses() -> None:
+    """There is room for one arena, not for two."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    size = pages * resource.getpagesize() + (1500 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+
+
+def ways_there_and_back(to: str) -> tuple[bool, bool]:
+    """Whether large tensors go to a worker, and its answers come, in shared memory."""
+    for size in (10, 1 << 16, 1 << 20):
+        x = torch.arange(size)
+        for _ in range(3):
+            assert torch.equal(rpc.rpc_sync(to, functions.echo, args=(x,)), x)
+    link = agent()._outgoing[rpc.get_worker_info(to).id].link  # type: ignore[union-attr]
+    return link._arena is not None, link._view is not None
+
+
+@pytest.mark.parametrize(
+    ("bound", "from_a", "from_b"),
+    [
+        (bound_files, (False, True), (True, False)),
+        (bound_addresses, (True, False), (False, False)),
+    ],
+)
+def test_a_worker_that_cannot_have_shared_memory_is_as_good_as_any_other(
+    make_job: MakeJob,
+    bound: Callable[[], None],
+    from_a: tuple[bool, bool],
+    from_b: tuple[bool, bool],
+) -> None:
+    job = make_job("a", "b")
+    job["a"].do(bound)
+    assert job["a"].do(ways_there_and_back, "b") == from_a
+    assert job["b"].do(ways_there_and_back, "a") == from_b
+    for name in "ab":
+        assert job[name].do(rpc.debug_info)["lost workers"] == {}
+    job.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENFILE, "fs.file-max"),
+        (errno.ENOMEM, "no memory"),
+        (errno.ENOBUFS, "no buffers"),
+    ],
+)
+def test_a_lack_is_told_by_what_there_is_too_little_of(number: int, told: str) -> None:
+    cause = OSError(number, os.strerror(number))
+    error = RuntimeError("a library's own words")
+    error.__cause__ = cause
+    for each in (cause, error):
+        text = str(no_room("do a thing", each))
+        assert text.startswith(f"this process cannot do a thing ({each}): ")
+        assert told in text
+        assert ("descriptors" in text) == (number == errno.EMFILE)
+
+
+def tell_of_bounded_addresses() -> str:
+    bound_addresses()
+    return str(no_room("do a thing", OSError(errno.ENOMEM, "Cannot allocate memory")))
+
+
+def test_a_lack_of_memory_names_the_limit_of_addresses_where_there_is_one(
+    nursery: Nursery,
+) -> None:
+    assert "raise that limit (ulimit -v)" in nursery.start().do(tell_of_bounded_addresses)
 
 
 def call_until_there_is_room(to: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from telegrad.rpc.pulse import (
 )
 from telegrad.rpc.silence import Ask, GiveUp, Listening
 from telegrad.rpc.vitals import Process
+from tests.rpc.inside import descriptors
 
 KEY = b"k" * 32
 WINDOW, INTERVAL = 5.0, 0.5
@@ -198,6 +200,70 @@ def test_a_companion_answers_who_proves_the_key_and_nobody_else() -> None:
     assert not os.path.exists(f"/proc/{companion.pid}")
 
 
+def kill(companion: Companion) -> None:
+    """Until the kernel says that it has ended."""
+    with open(os.pidfd_open(companion.pid), "rb") as process:
+        os.kill(companion.pid, signal.SIGKILL)
+        assert select.select([process], [], [], 10)[0]
+
+
+def test_a_companion_that_was_killed_has_a_successor_at_the_same_address() -> None:
+    me = Process.own()
+    companion = Companion("127.0.0.1", KEY, 7, me.pid, me.born)
+    try:
+        first, address = companion.pid, companion.address
+        companion.revive()
+        assert (companion.pid, companion.has_ended) == (first, False), "it is well"
+        kill(companion)
+        assert companion.has_ended
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.settimeout(20)
+            asking.sendto(question(KEY, 7, b"n" * 16), address)
+            companion.revive()
+            said = asking.recv(100)
+            assert read_answer(KEY, said) == (7, b"n" * 16, Condition.RUNS), "asked meanwhile"
+        assert companion.address == address
+        assert companion.pid != first
+        assert not companion.has_ended
+    finally:
+        companion.close()
+    assert not os.path.exists(f"/proc/{companion.pid}")
+
+
+def test_a_companion_that_was_dismissed_has_no_successor() -> None:
+    me = Process.own()
+    before = descriptors()
+    companion = Companion("127.0.0.1", KEY, 7, me.pid, me.born)
+    last = companion.pid
+    companion.close()
+    assert not companion.has_ended
+    companion.revive()
+    assert companion.pid == last
+    assert descriptors() == before
+
+
+def test_a_companion_for_which_there_is_no_process_is_started_when_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    me = Process.own()
+    companion = Companion("127.0.0.1", KEY, 7, me.pid, me.born)
+
+    def no_process(*args: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    try:
+        kill(companion)
+        with monkeypatch.context() as patch:
+            patch.setattr(pulse.subprocess, "Popen", no_process)
+            with pytest.raises(BlockingIOError):
+                companion.revive()
+            assert companion.has_ended
+        companion.revive()
+        assert ask(companion, question(KEY, 7, b"n" * 16)) is not None
+    finally:
+        companion.close()
+
+
 LONELY = """
 import os, signal, sys
 sys.path.insert(0, {src!r})
@@ -243,8 +309,6 @@ def test_a_companion_tells_that_its_worker_is_stopped_and_ends_with_it() -> None
         worker.communicate()
     descriptor = os.pidfd_open(pid) if os.path.exists(f"/proc/{pid}") else None
     if descriptor is not None:
-        import select
-
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         assert poll.poll(10_000), "the companion outlived its worker"

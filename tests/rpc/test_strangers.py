@@ -16,7 +16,7 @@ import torch
 from telegrad import rpc
 from telegrad.rpc import meeting, reception
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.wire.address import TcpAddress, UnixAddress, parse_address
 from telegrad.wire.frames import HEADER, Kind
 from tests.rpc import functions

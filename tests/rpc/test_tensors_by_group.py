@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from telegrad import autograd, rpc
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import CallTimeout, RendezvousError, WorkerLost
-from telegrad.rpc.node import current_node
 from telegrad.wire.group import THRESHOLD
 from tests.rpc.fleet import Job, Process, client_of, join, serve_store
 
@@ -113,6 +113,7 @@ def inference_both_ways(to: str) -> bool:
     with torch.inference_mode():
         x = torch.arange(100_000)
         come_back = rpc.rpc_sync(to, in_inference_mode, (x,))
+    assert not come_back.is_inference()
     return bool((come_back == 2 * x).all()) and rpc.rpc_sync(to, torch.is_grad_enabled) is True
 
 

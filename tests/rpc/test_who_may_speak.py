@@ -17,7 +17,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc import meeting, rendezvous
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.wire.address import TcpAddress, is_loopback, parse_address
 from telegrad.wire.handshake import MAGIC, VERSION
 from telegrad.wire.keys import new_key, tls_contexts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,3 +88,10 @@ def test_a_mesh_of_one_fake_job_is_not_taken_for_that_of_another() -> None:
             for _ in range(rank):
                 dist.new_group([0, 1])
             assert job.run(gather) == (8, 2)
+
+
+@pytest.mark.parametrize("size", ["2", 0, 1.5, True])
+def test_a_size_that_is_none_is_refused_in_a_sentence(size: Any) -> None:
+    words = r"size=.* give a whole number"
+    with pytest.raises((TypeError, ValueError), match=words), fake_job(size):
+        pass

@@ -10,8 +10,9 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import CallTimeout
-from telegrad.rpc.node import Node, current_node
+from telegrad.rpc.node import Node
 from telegrad.testing import Delay, Lose, Message, MessageLost, interfere
 from tests.rpc import functions
 

@@ -10,7 +10,9 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad.testing import (
+    Delay,
     Faults,
+    Lose,
     SimulationFailed,
     WorkerKilled,
     now,
@@ -423,3 +425,69 @@ def test_a_kill_during_backward_ends_it_by_name():
         assert any(event.what == "dies" for event in result.trace)
         assert isinstance(result.error, rpc.TelegradError)
         assert result.leaks == {}
+
+
+# What would test nothing is refused.
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: seeds(0), "count=0: .* at least 1"),
+        (lambda: seeds(-1), "count=-1: .* at least 1"),
+        (lambda: Faults().kill("b", at=0), "at=0: .* at least 1"),
+        (lambda: Faults().kill("b", at=-1), "at=-1: .* at least 1"),
+        (lambda: Faults().kill("b", during="x", nth=0), "nth=0: .* at least 1"),
+        (lambda: Faults().kill("b", after=float("nan")), "after is a time .* but is nan"),
+        (lambda: Faults().kill("b", during=""), "during='': give a part of the label"),
+        (lambda: Faults().cut("a", "a", at=1), "'a' has no connection to itself"),
+        (lambda: Faults().cut("a", "b", at=1, lasting=-2), "lasting is a time .* but is -2"),
+        (lambda: Faults(delay=float("nan")), "delay is a time .* but is nan"),
+        (lambda: Faults(drop="x"), "drop is a chance .* but is 'x'"),
+        (lambda: Lose("call", times=0), "times=0: .* at least 1"),
+        (lambda: Delay("call", float("inf")), "cannot be inf seconds late"),
+        (lambda: simulate(fan_out, timeout=-1), "timeout=-1: give a number of seconds"),
+        (lambda: simulate(fan_out, deadline=float("nan")), "deadline=nan: give a number"),
+        (lambda: simulate(fan_out, ("a", "a")), "'a' is given twice"),
+        (lambda: simulate(fan_out, ()), r"workers=\(\): give a list of names"),
+        (lambda: simulate(fan_out, 2), "workers=2: give a list of names"),
+        (lambda: simulate(fan_out, "abc"), "workers='abc': give a list of names"),
+        (lambda: simulate({}), "main={}: give a function for at least one"),
+        (lambda: simulate({"b": None}), "on worker 'b' is None, which cannot be called"),
+        (lambda: simulate(fan_out, allow="KeyError"), "allow='KeyError': give a class of errors"),
+        (lambda: simulate(fan_out, seed=None), "seed=None is a NoneType: give a whole number"),
+    ],
+)
+def test_what_would_test_nothing_is_refused_in_a_sentence(make, words, monkeypatch):
+    monkeypatch.delenv("TELEGRAD_SEEDS", raising=False)
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("TELEGRAD_SEEDS", "-5", "TELEGRAD_SEEDS=-5: .* at least 1"),
+        ("TELEGRAD_SEEDS", "many", "TELEGRAD_SEEDS='many' is in the environment"),
+        ("TELEGRAD_SEED", "abc", "TELEGRAD_SEED='abc' is in the environment"),
+    ],
+)
+def test_an_environment_that_asks_for_no_seed_is_refused(variable, value, words, monkeypatch):
+    monkeypatch.delenv("TELEGRAD_SEED", raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=words):
+        seeds(3)
+
+
+def test_a_fault_that_names_what_the_program_never_does_is_refused():
+    misspelt = Faults().kill("b", during="bakcward")
+    with pytest.raises(ValueError, match=r"kill\('b', during='bakcward'\) never struck"):
+        simulate(fan_out, faults=misspelt)
+    both = simulate(fan_out, faults=misspelt.kill("c", at=1), allow=rpc.TelegradError)
+    assert both.error is not None, "the other fault may be why it was not done"
+    assert simulate(fan_out, faults=Faults().kill("b", during="backward")).value == FAN_OUT
+
+
+def test_shutdown_in_a_simulation_says_how_its_job_ends():
+    with pytest.raises(rpc.TelegradError, match="'a' is simulated: its job ends by itself"):
+        simulate(rpc.shutdown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, Flag, auto
+from enum import Enum, Flag, IntFlag, auto
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -113,9 +113,43 @@ class Pairing:
 
 
 @export
+@dataclass(frozen=True)
+class Noted:
+    """Compared by a field that is not hashed."""
+
+    key: Any
+    note: Any = field(default=None, hash=False)
+
+
+@export
+@dataclass(frozen=True)
+class Late:
+    """Can be hashed before it has its fields."""
+
+    a: Any = None
+    b: Any = None
+
+
+@export
 class Rights(Flag):
     READ = auto()
     WRITE = auto()
+
+
+@export
+class Modes(IntFlag):
+    """With a gap between its bits, which `~` sets."""
+
+    READ = 1
+    RUN = 4
+
+
+@export
+class Many(IntFlag):
+    """Of more combinations than a worker keeps."""
+
+    FIRST = 1
+    LAST = 1 << 20
 
 
 def _doubling(fn: Any) -> Any:

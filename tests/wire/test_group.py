@@ -202,6 +202,22 @@ def test_a_tensor_under_way_when_the_connection_breaks_comes_once_over_the_next(
     assert b.session.seen == 2
 
 
+def test_a_bytearray_whose_frame_was_lost_comes_as_it_was_when_it_was_sent(
+    links: tuple[Link, Link],
+) -> None:
+    """The group has carried it, so its sender was let go, and the frame is cut with the stream."""
+    a, b = links
+    data = bytearray(b"\1" * 1_000_000)
+    assert b._group is not None
+    arrival = b._group.expect(1, len(data))
+    sender = Thread(lambda: a.send(Kind.CALL, 1, b"meta", [memoryview(data)], b"note", untracked=1))
+    assert sender.ended()
+    assert arrival.is_here(10)
+    data[:] = b"\7" * len(data)
+    mend(a, b)
+    assert bytes_of(receive(b)) == [b"\1" * 1_000_000]
+
+
 def test_when_the_group_fails_the_connection_is_made_anew(links: tuple[Link, Link]) -> None:
     a, b = links
     assert b._group is not None

@@ -24,9 +24,10 @@ from telegrad.wire.handshake import (
 
 KEY = b"0123456789abcdef0123456789abcdef"
 OTHER_KEY = b"another key, just as long as it."
-HELLO = Hello("alice", 1, 7, "job", "bob", "session", 12, "2.13.0+cpu", 3, "calls")
+HELLO = Hello("alice", 1, 7, "job", "bob", "session", 12, "2.13.0+cpu", 3, "calls", 1)
 ANSWER = Answer("bob", 2, 9, "session", 34, "2.13.0", 3)
 OPENING, HEAD = 42, 35
+LENGTH = range(OPENING + HEAD - 2, OPENING + HEAD)
 
 End = ClientHandshake | ServerHandshake
 
@@ -187,7 +188,9 @@ def test_every_changed_bit_is_noticed(victim: str) -> None:
         link = Link(client, server)
         damage(link, victim, position)
         link.run()
-        assert link.errors, f"byte {position} to the {victim} was changed unnoticed"
+        # More than there is may be waited for: then the driver's time ends it.
+        waits = position in LENGTH and link.ends[victim].needed > 0
+        assert link.errors or waits, f"byte {position} to the {victim} was changed unnoticed"
         assert not link.ends[victim].done
 
 

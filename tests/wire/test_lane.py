@@ -287,6 +287,26 @@ def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else
         a.resume(pair()[0], 0)
 
 
+def test_a_bytearray_that_was_changed_meanwhile_is_sent_again_as_it_was(wide: Wide) -> None:
+    a, b = wide
+    data = bytearray(b"\1") * (64 * THRESHOLD)
+    x = numbered(THRESHOLD, 1)
+    sending = threading.Thread(
+        target=lambda: a.send(Kind.CALL, 1, b"", [view(x), memoryview(data)], b"", [x], untracked=1)
+    )
+    sending.start()
+    until(lambda: a.session.kept_frames)
+    a.mark_broken()
+    sending.join(30)
+    [kept] = a.session.unacknowledged()
+    assert any(np.shares_memory(np.frombuffer(part, np.uint8), x.numpy()) for part in kept.parts)  # type: ignore[union-attr]
+    data[:] = b"\7" * len(data)
+    reconnect(a, b)
+    first, second = receive(b).buffers
+    assert bytes(memoryview(first)) == bytes(view(x))  # type: ignore[arg-type]
+    assert set(np.frombuffer(second, np.uint8)) == {1}  # type: ignore[arg-type]
+
+
 # Ending.
 
 

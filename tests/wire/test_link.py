@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from telegrad.wire import receiving
 from telegrad.wire.arena import Arena, ArenaView
+from telegrad.wire.codec import Packed, pack, unpack
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, Frame, FrameLimits, Kind
 from telegrad.wire.link import Link, LinkBroken, LinkClosed
@@ -325,6 +327,109 @@ def test_tensors_of_inference_mode_are_sent_as_they_were_when_they_were_sent() -
     [buffer] = receive(b).buffers
     assert bytes(memoryview(buffer)) == was  # type: ignore[arg-type]
     assert receive(b).meta == b"next"
+
+
+class Holder:
+    """Something of the user's that only pickle knows, with an array inside."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+
+
+def seen_read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    seen = array.view()
+    seen.flags.writeable = False
+    return seen
+
+
+def send_packed(link: Link, value: object, call_id: int = 1) -> Packed:
+    packed = pack(value)
+    link.send(
+        Kind.CALL,
+        call_id,
+        packed.meta,
+        packed.buffers,
+        tensors=packed.tensors,
+        untracked=packed.untracked,
+    )
+    return packed
+
+
+def receive_packed(link: Link) -> Any:
+    frame = receive(link)
+    return unpack(frame.meta, frame.buffers)
+
+
+def borrowed_by(link: Link) -> list[np.ndarray[Any, Any]]:
+    """What the frames that are kept for a resend consist of."""
+    parts = [part for frame in link.session.unacknowledged() for part in frame.parts]  # type: ignore[union-attr]
+    return [np.frombuffer(part, np.uint8) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: x, bytearray, Holder, seen_read_only, lambda x: [torch.ones(LARGE), x, bytes(x)]],
+    ids=["array", "bytearray", "object", "read-only view", "beside a tensor"],
+)
+def test_what_has_no_version_counter_is_sent_again_as_it_was_when_it_was_sent(
+    wrap: Callable[[np.ndarray[Any, Any]], Any],
+) -> None:
+    a, b = links()
+    array = np.full(LARGE, 1, np.uint8)
+    value = wrap(array)
+    a.mark_broken()
+    send_packed(a, value)
+    np.frombuffer(value if type(value) is bytearray else array, np.uint8)[:] = 7
+    reconnect(a, b)
+    came = receive_packed(b)
+    came = came.array if isinstance(came, Holder) else came
+    came = came[1] if type(came) is list else came
+    assert set(np.frombuffer(came, np.uint8)) == {1}
+
+
+def test_only_what_has_no_version_counter_and_can_change_is_copied() -> None:
+    a, _ = links()
+    tensor, array, data = torch.ones(LARGE), np.ones(LARGE), bytes(LARGE)
+    gaps = torch.ones(3, LARGE).t()
+    a.mark_broken()
+    send_packed(a, [array, tensor, gaps, data])
+    kept = borrowed_by(a)
+    for borrowed in (tensor.numpy(), gaps.numpy(), np.frombuffer(data, np.uint8)):
+        assert any(np.shares_memory(part, borrowed) for part in kept)
+    assert not any(np.shares_memory(part, array) for part in kept)
+
+
+def test_a_tensor_that_was_changed_is_noticed_beside_an_array() -> None:
+    a, b = links()
+    tensor, array = torch.ones(LARGE), np.ones(LARGE)
+    a.mark_broken()
+    send_packed(a, [tensor, array])
+    array[:] = 7
+    tensor.add_(1)
+    with pytest.raises(SessionError, match="changed in place"):
+        a.resume(streams()[0], 0)
+    b.close()
+
+
+def test_of_a_frame_partly_in_shared_memory_the_rest_is_kept_as_it_was() -> None:
+    a, b = linked_by_memory(1 << 18)
+    in_memory, tensor = np.full(LARGE, 1, np.uint8), torch.ones(LARGE)
+    array = np.full(LARGE, 2, np.uint8)
+    a.mark_broken()
+    send_packed(a, [tensor, in_memory, array])
+    assert any(np.shares_memory(part, tensor.numpy()) for part in borrowed_by(a))
+    array[:] = in_memory[:] = 7
+    reconnect(a, b)
+    came = receive_packed(b)
+    assert [set(each) for each in came[1:]] == [{1}, {2}]
+
+
+def test_a_bytearray_may_grow_as_soon_as_it_was_sent() -> None:
+    a, _ = links()
+    data = bytearray(LARGE)
+    a.mark_broken()
+    send_packed(a, data)
+    data.extend(b"more")
 
 
 def test_who_is_interrupted_while_sending_may_change_its_tensors() -> None:

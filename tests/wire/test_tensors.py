@@ -230,6 +230,83 @@ def test_compressed_sparse(layout: str) -> None:
     assert torch.equal(back.to_dense(), dense)
 
 
+ONE = torch.ones(1, dtype=torch.complex64)
+PLACES = torch.tensor([[0, 2], [1, 1]])
+STARTS = {torch.int64: torch.tensor([0, 1, 2]), torch.int32: torch.tensor([0, 1, 2]).int()}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.sparse_coo_tensor(PLACES, torch.ones(1).expand(2), (3, 3)),
+        lambda: torch.sparse_coo_tensor(PLACES, torch.ones(1).expand(2), (3, 3)).requires_grad_(),
+        lambda: torch.sparse_coo_tensor(PLACES[:, :1].expand(2, 4), torch.arange(4.0), (3, 3)),
+        lambda: torch.sparse_coo_tensor(PLACES.int(), torch.ones(2, 1).expand(2, 5), (3, 3, 5)),
+        lambda: torch.sparse_coo_tensor(PLACES, torch.ones(4)[::3], (3, 3)),
+        lambda: torch.sparse_coo_tensor(
+            PLACES, torch.rand(9999)[::9].expand(2, 1111), (3, 3, 1111)
+        ),
+        lambda: torch.sparse_coo_tensor(PLACES, (1j * ONE).expand(2).conj(), (3, 3)),
+        lambda: torch.sparse_coo_tensor(PLACES, torch._efficientzerotensor((2,)), (3, 3)),
+        lambda: torch.sparse_coo_tensor(PLACES, torch.ones(1).bfloat16().expand(2), (3, 3)),
+        lambda: torch.sparse_coo_tensor(PLACES[:, :0], torch.ones(0), (3, 3)),
+        lambda: torch.sparse_coo_tensor(PLACES[:0], torch.ones(1).expand(2), ()),
+        lambda: torch.sparse_csr_tensor(
+            STARTS[torch.int32], torch.tensor([0, 1]).int(), torch.ones(1).expand(2), (2, 2)
+        ),
+        lambda: torch.sparse_csc_tensor(
+            STARTS[torch.int64], torch.zeros(1).long().expand(2), torch.ones(2), (2, 2)
+        ),
+        lambda: torch.arange(16.0).view(4, 4).to_sparse_bsr((2, 2)).t(),
+        lambda: torch.ones(2, 2, 3).to_sparse_csr(dense_dim=1),
+        lambda: torch.zeros(0, 3).to_sparse_csr(),
+    ],
+    ids=[
+        *(
+            "values",
+            "values of a leaf",
+            "indices",
+            "hybrid",
+            "apart",
+            "far apart",
+            "conjugates",
+            "zeros",
+        ),
+        *("bfloat16", "empty", "without dimensions", "csr", "csc", "bsc", "hybrid csr", "no rows"),
+    ],
+)
+def test_sparse_tensors_travel_with_parts_that_are_expanded_or_strided(make: Any) -> None:
+    tensor = make()
+    back = sent(tensor)
+    assert (back.dtype, back.shape, back.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    assert back.requires_grad == tensor.requires_grad
+    assert torch.equal(back.to_dense(), tensor.to_dense())
+    if tensor.layout is torch.sparse_coo:
+        assert back.is_coalesced() == tensor.is_coalesced()
+    elif tensor.layout is torch.sparse_csr:
+        assert back.crow_indices().dtype is tensor.crow_indices().dtype
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_tensors_without_memory_travel(layout: torch.layout) -> None:
+    tensor = torch.empty(3, 4, layout=layout, device="meta")
+    back = sent(tensor)
+    assert (back.layout, back.shape, back.device) == (layout, tensor.shape, tensor.device)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
+def test_quantized_views(dtype: torch.dtype) -> None:
+    x = torch.quantize_per_tensor(torch.randn(3, 4), 0.05, 3, dtype)
+    scales, zeros = torch.tensor([0.5]).expand(3), torch.zeros(3, dtype=torch.int64)
+    by_channel = torch.quantize_per_channel(torch.randn(3, 4), scales, zeros, 0, dtype)
+    for tensor in (x[:1].expand(5, 4), x.t(), x[:, ::2], x[:0], by_channel, by_channel[:, :0]):
+        back = sent(tensor)
+        assert back.qscheme() is tensor.qscheme()
+        assert torch.equal(back.dequantize(), tensor.dequantize())
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize")
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
 def test_quantized(dtype: torch.dtype) -> None:

@@ -30,7 +30,8 @@ from telegrad.autograd.messages import Mode, Options
 from telegrad.autograd.roots import check_roots
 from telegrad.autograd.service import Autograd
 from telegrad.rpc.arguments import check_bound
-from telegrad.rpc.node import Node, current_node, register_layer
+from telegrad.rpc.current import current_node
+from telegrad.rpc.node import Node, register_layer
 
 register_layer("autograd", Autograd, AutogradCrossing())
 
@@ -87,11 +88,9 @@ def backward(
     if is_dynamo_compiling():
         _traced().backward(context_id, roots, retain_graph, create_graph, mode, timeout)
         return
-    options = Options.of(retain_graph, create_graph, _mode(mode))
+    options = Options.of(retain_graph, create_graph, known_mode(mode))
     _check_arguments(context_id, roots)
-    if timeout is not None:
-        check_bound("timeout", timeout)
-        timeout = timeout or None
+    timeout = bound_of_pass(timeout)
     service = autograd_of()
     found = service.context(context_id)
     check_roots(roots)
@@ -154,19 +153,32 @@ def _traced() -> Any:
 _MODES = {mode.value: mode for mode in Mode}
 
 
-def _mode(mode: str) -> Mode:
+def known_mode(mode: str) -> Mode:
     known = _MODES.get(mode)
     if known is None:
         raise ValueError(f"mode must be 'smart' or 'fast', not {mode!r}.")
     return known
 
 
+def bound_of_pass(timeout: float | None) -> float | None:
+    """The `timeout` of a pass, checked; None: no bound."""
+    if timeout is None:
+        return None
+    check_bound("timeout", timeout)
+    return timeout or None
+
+
+def no_arguments(context: str, roots: str) -> TypeError:
+    """What to say of arguments of these types."""
+    return TypeError(
+        "backward(): incompatible function arguments. It takes a context id (int) and a list "
+        f"of tensors, not {context} and {roots}."
+    )
+
+
 def _check_arguments(context_id: object, roots: object) -> None:
     if not isinstance(context_id, int) or not isinstance(roots, list | tuple):
-        raise TypeError(
-            "backward(): incompatible function arguments. It takes a context id (int) and a list "
-            f"of tensors, not {type(context_id).__name__} and {type(roots).__name__}."
-        )
+        raise no_arguments(type(context_id).__name__, type(roots).__name__)
     for root in roots:
         if not isinstance(root, Tensor):
             raise TypeError(

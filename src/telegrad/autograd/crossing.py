@@ -47,7 +47,7 @@ from telegrad.autograd.context import (
 )
 from telegrad.autograd.enclosed import EnclosedSend, looking_for_changes
 from telegrad.autograd.errors import AutogradError
-from telegrad.rpc.node import find_node
+from telegrad.rpc.current import find_node
 
 if TYPE_CHECKING:
     from telegrad.autograd.refusals import Refusals

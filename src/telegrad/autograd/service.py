@@ -258,6 +258,8 @@ class Autograd:
 
     def _participant(self, context_id: int, pass_id: int, sender: int) -> Participant | None:
         """This worker's part of a pass, made on demand; None if there is nothing to do for it."""
+        if self.node.data_only and not self._takes_part(context_id, sender):
+            return None
         # A message of a pass may overtake the call that would have brought its context here.
         context = self.container.join(context_id, sender)
         if context is None:
@@ -280,6 +282,12 @@ class Autograd:
                 participant = context.participants[pass_id] = Participant(self, context, pass_id)
                 participant.brought_by = sender
         return participant
+
+    def _takes_part(self, context_id: int, sender: int) -> bool:
+        """Whether that worker called this one in a context, or was called by it. Who speaks of a
+        pass did one or the other, and the call was read before; unless it makes the pass up."""
+        context = self.container.find(context_id)
+        return context is not None and sender in context.known_workers
 
     def post(self, context: Context, pass_id: int, post: Post) -> None:
         payload = encode(context.id, pass_id, post.message)

@@ -23,7 +23,7 @@ import torch.futures
 from torch.nn.parallel import DistributedDataParallel
 
 from telegrad.autograd.crossing import RecvNode, SendNode
-from telegrad.rpc.node import find_node
+from telegrad.rpc.current import find_node
 
 _lock = threading.RLock()
 _undo: list[Callable[[], None]] = []
@@ -40,7 +40,7 @@ def install() -> None:
     with _lock:
         if is_installed():
             return
-        from telegrad.compat import autograd, futures, reducers, rpc, stock
+        from telegrad.compat import autograd, futures, optim, reducers, rpc, stock
         from telegrad.compat.rpc import internal
 
         if stock.c_rpc._is_current_rpc_agent_set():
@@ -65,8 +65,8 @@ def install() -> None:
         _set_attribute(RecvNode, "__name__", "torch::distributed::autograd::RecvRpcBackward")
         make_reducer = reducers.outliving(DistributedDataParallel._ddp_init_helper)
         _set_attribute(DistributedDataParallel, "_ddp_init_helper", make_reducer)
-        # Torch compiles these optimizers with TorchScript, which calls the C++ of stock autograd.
-        _set(vars(stock.optimizer), "functional_optim_map", {})
+        for name in ("_new_script_local_optimizer", "_script_local_optimizer_step"):
+            _set(vars(stock.optimizer), name, getattr(optim, name))
 
 
 def uninstall() -> None:

@@ -19,7 +19,9 @@ import torch.distributed.rpc as rpc
 from torch._C import _distributed_autograd as c_autograd
 from torch._C import _distributed_rpc as c_rpc
 from torch._C._distributed_rpc import (
+    RemoteProfilerManager,
     RpcBackendOptions,
+    _set_profiler_node_id,
     _TensorPipeRpcBackendOptionsBase,
 )
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -35,6 +37,8 @@ from torch.distributed.rpc import (
     functions,
     internal,
     options,
+    rref_proxy,
+    server_process_global_profiler,
 )
 from torch.distributed.rpc.backend_registry import BackendValue
 from torch.distributed.rpc.internal import (
@@ -42,6 +46,7 @@ from torch.distributed.rpc.internal import (
     RemoteException,
     RPCExecMode,
     _build_rpc_profiling_key,
+    _handle_exception,
     _start_record_function,
 )
 from torch.distributed.rpc.options import TensorPipeRpcBackendOptions
@@ -54,6 +59,7 @@ MODULES: dict[str, ModuleType] = {
     "torch.distributed.rpc.functions": functions,
     "torch.distributed.rpc.internal": internal,
     "torch.distributed.rpc.options": options,
+    "torch.distributed.rpc.rref_proxy": rref_proxy,
     "torch.distributed.autograd": autograd,
 }
 """Those that `install` replaces, by name."""
@@ -82,6 +88,15 @@ def is_operator(function: object) -> bool:
     return torch.jit._builtins._find_builtin(function) is not None  # type: ignore[no-untyped-call]
 
 
+def is_list_of_operator(function: object) -> bool:
+    """Whether a function is an operator whose several tensors are one result of it, a list."""
+    name = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+    if name is None:
+        return False
+    schemas = torch._C._jit_get_schemas_for_operator(name)
+    return all(len(schema.returns) == 1 for schema in schemas)
+
+
 def load_script_module(data: io.BytesIO) -> Any:
     return torch.jit.load(data)  # type: ignore[no-untyped-call]
 
@@ -106,18 +121,22 @@ __all__ = [
     "RPCExecMode",
     "RecursiveScriptModule",
     "RemoteException",
+    "RemoteProfilerManager",
     "RpcBackendOptions",
     "RpcPickler",
     "Store",
     "TensorPipeRpcBackendOptions",
     "_TensorPipeRpcBackendOptionsBase",
     "_build_rpc_profiling_key",
+    "_handle_exception",
+    "_set_profiler_node_id",
     "_start_record_function",
     "c_autograd",
     "c_rpc",
     "constants",
     "internal",
     "is_cpu_only",
+    "is_list_of_operator",
     "is_operator",
     "load_script_module",
     "open_store",
@@ -127,4 +146,5 @@ __all__ = [
     "rendezvous",
     "script_function",
     "script_function_name",
+    "server_process_global_profiler",
 ]

@@ -6,14 +6,19 @@ Dynamo traces (`split` is inlined, so it is written in what Dynamo understands),
 arguments together again on every worker that needs them (`builder`).
 
     ("tensor", 0)  ("int", 0)  ("constant", "mean")  ("list", ...)  ("tuple", ...)
-    ("dict", (key, ...), ...)  ("worker", name, id)  ("rref", owner, ...)  ("made", 0)
+    ("dict", (key, ...), ...)  ("call", ("constant", OrderedDict), ("dict", ...))
+    ("worker", name, id)  ("rref", owner, ...)  ("made", 0)
 
-"rref" is a reference that existed before the compiled function ran. "made" is one that a compiled
-function made: it travels as a tensor, its token.
+"call" is an object that is made by calling something: what arrives has the type of what was given,
+or is refused. "rref" is a reference that existed before the compiled function ran. "made" is one
+that a compiled function made: it travels as a tensor, its token.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +27,13 @@ from torch import Tensor
 
 from telegrad.compile.handles import MadeRRef, constant
 from telegrad.compile.references import remember
+from telegrad.compile.tracing import constant_of_graph
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.worker import WorkerInfo
 
 Template = tuple[Any, ...]
 
-CONSTANTS = (bool, str, bytes, torch.dtype, torch.device)
+CONSTANTS = (str, bytes, torch.dtype, torch.device, enum.Enum)
 
 
 class Split:
@@ -50,19 +56,18 @@ def split(value: Any, found: Split) -> Template:
         found.tensors.append(value)
         found.shapes.append(value.detach())
         return ("tensor", len(found.tensors) - 1)
-    if isinstance(value, float):
+    if isinstance(value, (bool, float)):
         return ("constant", constant(value))
     if value is None or isinstance(value, CONSTANTS):
         return ("constant", value)
     if isinstance(value, int):
         found.ints.append(value)
         return ("int", len(found.ints) - 1)
-    if isinstance(value, list):
-        return ("list", *[split(item, found) for item in value])
-    if isinstance(value, tuple):
-        return ("tuple", *[split(item, found) for item in value])
-    if isinstance(value, dict):
-        return ("dict", *[(key, split(item, found)) for key, item in value.items()])
+    if isinstance(value, (list, tuple, dict)):
+        return _split_container(value, found)
+    if isinstance(value, functools.partial):
+        parts = [split(part, found) for part in (value.func, value.args, value.keywords)]
+        return ("call", ("constant", _partial), *parts)
     if isinstance(value, MadeRRef):
         found.tensors.append(value.token)
         found.shapes.append(value.shape_of_value())
@@ -74,10 +79,44 @@ def split(value: Any, found: Split) -> Template:
         return ("rref", *reference_of(value))
     if callable(value):
         return ("constant", value)
+    refuse(type(value).__name__)
+    return ()
+
+
+def _split_container(value: Any, found: Split) -> Template:
+    """Take a container apart, of which the type is kept. Inlined by Dynamo."""
+    cls = type(value)
+    if cls is list:
+        return ("list", *[split(item, found) for item in value])
+    if cls is tuple:
+        return ("tuple", *[split(item, found) for item in value])
+    if cls is dict:
+        return ("dict", *[(key, split(item, found)) for key, item in value.items()])
+    if cls is torch.Size:
+        return ("call", ("constant", cls), split(tuple(value), found))
+    if cls is OrderedDict:
+        return ("call", ("constant", cls), split(dict(value), found))
+    if cls is defaultdict:
+        factory = split(value.default_factory, found)
+        return ("call", ("constant", cls), factory, split(dict(value), found))
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
+        return ("call", ("constant", cls), *[split(item, found) for item in value])
+    refuse(cls.__name__)
+    return ()
+
+
+def _partial(function: Callable[..., Any], args: Any, keywords: dict[str, Any]) -> Any:
+    return functools.partial(function, *args, **keywords)
+
+
+@constant_of_graph
+def refuse(kind: str) -> None:
+    """Say that nothing of a type can be an argument."""
     raise TypeError(
-        "A remote call in a compiled function takes tensors, numbers, strings, references, "
-        "functions, and lists, tuples and dicts of these. Make other arguments outside of the "
-        "compiled function, as an RRef on the worker that uses them."
+        f"A remote call in a compiled function is given a {kind}. It takes tensors, numbers, "
+        "strings, references, functions, and lists, tuples (named ones, too) and dicts of these. "
+        "Make other arguments outside of the compiled function, as an RRef on the worker that uses "
+        "them."
     )
 
 
@@ -139,6 +178,8 @@ def _expression(template: Template, constants: dict[str, Any]) -> str:
         case ("dict", *parts):
             pairs = [f"{named(key)}: {_expression(item, constants)}" for key, item in parts]
             return f"{{{', '.join(pairs)}}}"
+        case ("call", called, *parts):
+            return f"{_expression(called, constants)}({items(parts)})"
         case ("worker", name, number):
             return named(WorkerInfo(name, number))
         case ("rref", *numbers):
@@ -153,7 +194,7 @@ def holds_made(template: Template) -> set[int]:
     kind = template[0]
     if kind == "made":
         return {template[1]}
-    if kind in ("list", "tuple"):
+    if kind in ("list", "tuple", "call"):
         return {place for item in template[1:] for place in holds_made(item)}
     if kind == "dict":
         return {place for _, item in template[1:] for place in holds_made(item)}

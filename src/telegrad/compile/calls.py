@@ -16,7 +16,7 @@ import itertools
 import threading
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,9 +29,10 @@ from telegrad.autograd.enclosed import EnclosedCall, Enclosure
 from telegrad.autograd.errors import AutogradError
 from telegrad.compile import torch_private
 from telegrad.compile.own import OwnCall
+from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.futures import CallFuture
-from telegrad.rpc.node import Node, current_node
+from telegrad.rpc.node import Node
 
 if TYPE_CHECKING:
     from telegrad.compile.sites import Site
@@ -160,6 +161,11 @@ class Call:
             self._notice_changes()
             self.enclosed.arrived(outputs)
         return [output.detach() for output in outputs]
+
+    @property
+    def differentiable(self) -> Container[int]:
+        """The places of the outputs through which gradients would flow."""
+        return self.here.differentiable if self.here is not None else self.places or ()
 
     def _notice_changes(self) -> None:
         enclosure = None if self.enclosed is None else self.enclosed.enclosure
@@ -369,9 +375,11 @@ def _begin_here(
 ) -> tuple[Call, Any]:
     """Make a call to this worker itself. Only a number is sent, in no context."""
 
+    function = site.function  # It may be gone when the call runs, if nobody waits for it.
+
     def run(tensors: list[Tensor]) -> Any:
         args, kwargs = arguments(site, tensors, ints)
-        return site.function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     copies = [t.clone().requires_grad_() if t.requires_grad else t.clone() for t in own]
     here = OwnCall(site.name, run, enclosed.context, copies)

@@ -8,7 +8,7 @@ from torch import Tensor
 from telegrad.compile.kernels import gradients_of, no_unknown, phantom
 from telegrad.compile.shapes import look_ahead, outputs_of
 from telegrad.compile.sites import site
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 
 
 def new_order() -> Tensor:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import TelegradError
-from telegrad.rpc.node import current_node
 from telegrad.rpc.worker import WorkerInfo
 
 Number = TypeVar("Number", int, float)

@@ -19,8 +19,8 @@ from telegrad.compile.owner import take_apart
 from telegrad.compile.passes import context_of
 from telegrad.compile.shapes import Expected, as_expected, expected, note_result, outputs_of
 from telegrad.compile.sites import Site, site
+from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import TelegradError
-from telegrad.rpc.node import current_node
 
 DONE = torch.empty(0, dtype=torch.int64)
 """What says that an effect has taken place. It holds nothing, so where nobody would note that it is
@@ -106,16 +106,16 @@ def _begin(
     return calls.begin(where, tensors, ints, needs, anchor, held, record, send, arguments)
 
 
-def _arrived(
-    made: Call, where: Site, result: Any, said: Sequence[Expected | None] | None
-) -> list[Tensor]:
+def _arrived(made: Call, where: Site, result: Any, said: Sequence[Expected] | None) -> list[Tensor]:
     """The result of a call as the outputs of a node."""
     if type(result) is Tensor and said is not None:
-        return as_expected(where, made.take([result]), said)
+        plain = made.take([result])
+        return as_expected(where, plain, said, made.differentiable)
     outputs: list[Tensor] = []
     template = take_apart(result, outputs)
     note_result(where.key, template, type(result).__name__)
-    return as_expected(where, _apart(made.take(outputs)), said)
+    plain = _apart(made.take(outputs))
+    return as_expected(where, plain, said, made.differentiable)
 
 
 def _apart(outputs: list[Tensor]) -> list[Tensor]:
@@ -151,14 +151,18 @@ def remote(
     if said is None:
         outputs = outputs_of(current_node(), where, shapes, ints, needs, no_unknown)
         return new_token(made), [phantom(output) for output in outputs], DONE
-    return new_token(made), [_phantom_of(*each) for each in said if each is not None], DONE
+    return (
+        new_token(made),
+        [_phantom_of(each[0], each[1]) for each in said if each[1] is not None],
+        DONE,
+    )
 
 
 def phantom(output: Tensor) -> Tensor:
     return torch.empty((), dtype=output.dtype, device=output.device).expand(output.shape)
 
 
-def _phantom_of(dtype: torch.dtype, shape: tuple[int, ...], _: object) -> Tensor:
+def _phantom_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.empty((), dtype=dtype).expand(shape)
 
 

@@ -10,7 +10,8 @@ Two methods make torch fail although nothing stands against them: `group.name()`
 
 Our own handles are compared by `==` over numbers that Dynamo guards by itself. Where a program asks
 by `is`, uses one as a key, or has one under two names, Dynamo remembers the outcome and not what it
-was about; so that is guarded here as well.
+was about; so that is guarded here as well. A group or a mesh has two names where it is an argument
+and a key of a table, too.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ process_groups.fold("name")
 device_meshes.trace("get_all_groups")
 _HANDLES = (RRef, WorkerInfo, CallFuture, RemoteModule)
 torch_private.guard_identity((*_HANDLES, Era))
-torch_private.guard_aliases(_HANDLES)
+torch_private.guard_aliases((*_HANDLES, dist.ProcessGroup, DeviceMesh))
+torch_private.look_into_frozen_objects()
 torch_private.guard_signs_of_zero()
 torch_private.trace_instead(
     {torch.futures.wait_all: wait_all, torch.futures.collect_all: collect_all}

@@ -75,6 +75,11 @@ class OwnCall:
                 )
         return [_copy(output.detach()) for output in outputs]
 
+    @property
+    def differentiable(self) -> list[int]:
+        """The places of the outputs that need a gradient."""
+        return [place for place, output in enumerate(self._outputs) if output.requires_grad]
+
     def _nodes(self) -> list[Any]:
         found: dict[Any, None] = {}
         stack = [output.grad_fn for output in self._outputs]

@@ -30,8 +30,10 @@ from telegrad.compile import torch_private
 from telegrad.compile.arguments import Template, builder
 from telegrad.compile.expressions import Formula
 from telegrad.compile.nested import NodeOfFakes
+from telegrad.rpc.calls import describe_target
+from telegrad.rpc.current import current_node, find_thread_node, set_thread_node
 from telegrad.rpc.errors import TelegradError
-from telegrad.rpc.node import Node, current_node, find_thread_node, set_thread_node
+from telegrad.rpc.node import Node
 from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.layouts import is_sparse
@@ -166,8 +168,22 @@ def infer(
     args, kwargs = builder(template)(inputs, numbers, reference, made)
     written = _declared_for(function) or torch_private.as_written(function)
     with fakes.active(), torch.enable_grad(), _calls_answered_by_fakes(node):
-        result = written(*args, **kwargs)
+        try:
+            result = written(*args, **kwargs)
+        except Exception as error:
+            if not torch_private.asks_for_data(error):
+                raise
+            raise _needs_data(function, node, error) from error
     return _answer(result, fakes)
+
+
+def _needs_data(function: Callable[..., Any], node: Node, error: Exception) -> TelegradError:
+    reason = str(error).strip().partition("\n")[0]
+    return TelegradError(
+        f"What {describe_target(function)} on worker {node.info.name!r} returns cannot be found "
+        f"out on fake tensors, because it asks for the numbers in one ({reason}). Declare what it "
+        "returns with telegrad.compile.declare_fake, or call it outside of the compiled function."
+    )
 
 
 @contextmanager
@@ -222,7 +238,23 @@ def _answer(result: Any, fakes: torch_private.Fakes) -> Answer:
         )
         for tensor in tensors
     )
-    return Answer(outputs, template, fakes.guards(), type(result).__name__)
+    kind = type(result).__name__
+    if template is None and (misfit := _misfit(result, "")) is not None and misfit[1]:
+        kind += " with a {} at {}".format(*misfit)
+    return Answer(outputs, template, fakes.guards(), kind)
+
+
+def _misfit(value: Any, path: str) -> tuple[str, str] | None:
+    """The type of the first part of a result that cannot be in a graph, and where it is."""
+    if type(value) in (list, tuple):
+        pairs: Any = enumerate(value)
+    elif type(value) is dict:
+        pairs = value.items()
+    else:
+        fits = value is None or isinstance(value, Tensor)
+        return None if fits else (type(value).__name__, path)
+    found = (_misfit(item, f"{path}[{key!r}]") for key, item in pairs)
+    return next((misfit for misfit in found if misfit is not None), None)
 
 
 def _strides(tensor: Tensor, fakes: torch_private.Fakes) -> tuple[Formula, ...] | None:

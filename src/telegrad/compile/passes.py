@@ -19,13 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.autograd.api import autograd_of, require_context
+from telegrad.autograd.api import (
+    autograd_of,
+    bound_of_pass,
+    known_mode,
+    no_arguments,
+    require_context,
+)
 from telegrad.autograd.context import Context, refuse_nested
 from telegrad.autograd.crossing import engine_thread
+from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.messages import Mode, Options
+from telegrad.autograd.roots import check_roots
 from telegrad.autograd.service import Autograd, OpenPass
+from telegrad.autograd.torch_private import tensor_hooks
+from telegrad.compile import torch_private
 from telegrad.compile.calls import anchors, find_record, new_token, record_of
-from telegrad.compile.tracing import constant_of_graph
+from telegrad.compile.tracing import constant_of_graph, passing
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +80,50 @@ def context_of(token: Tensor, upper: int = 0, lower: int = -1) -> Context | None
     return None if record is None else record.context
 
 
+@constant_of_graph
+def bound_in_graph(mode: str, timeout: float | None) -> float | None:
+    """The `timeout` of a pass, checked with its mode as in eager mode. Runs while Dynamo traces."""
+    known_mode(mode)
+    return bound_of_pass(timeout)
+
+
+@constant_of_graph
+def refuse_arguments(context: str, roots: str) -> None:
+    """What is given by these types is no context id and no list of tensors."""
+    raise no_arguments(context, roots)
+
+
+@constant_of_graph
+def whole_graph_of(*roots: Tensor) -> bool:
+    """Whether a pass from these roots can be a part of the graph that is being traced. If not, it
+    has to run between two graphs; where there is but one, that is an error."""
+    raise AssertionError("Dynamo does not call this function: it asks _has_whole_graph_of.")
+
+
+def _has_whole_graph_of(roots: list[Tensor]) -> bool:
+    try:
+        check_roots(roots)
+        _refuse_graph_outside(roots)
+    except AutogradError as error:
+        if torch_private.may_break_graph():
+            return False
+        raise passing(error) from None
+    return True
+
+
+def _refuse_graph_outside(roots: list[Tensor]) -> None:
+    if not torch_private.graph_is_inside(roots):
+        raise AutogradError(
+            "backward in a compiled function needs its whole local graph inside, but a root "
+            "depends on a tensor that was computed outside: its gradient would be lost. Call "
+            "backward outside of the compiled function, compute all of it inside, or compile "
+            "without fullgraph=True."
+        )
+
+
+torch_private.look_at_tensors(whole_graph_of, _has_whole_graph_of)
+
+
 def begin_pass(context: Context | None, retain: bool, mode: str, timeout: float | None) -> None:
     context = context or require_context()
     options = Options.of(retain, False, Mode(mode))
@@ -82,7 +136,25 @@ def end_pass(
     context = context or require_context()
     pairs = zip(map(_real, leaves), gradients, strict=True)
     found = [each for each in pairs if not anchors.has(each[0])]
-    _open.pop(context.id).close(*(zip(*found, strict=True) if found else ((), ())))
+    opened = _open.pop(context.id)
+    if not torch_private.differentiated_by_engine():
+        with opened.failing():
+            found = _seen_by_hooks(found)
+    opened.close(*(zip(*found, strict=True) if found else ((), ())))
+
+
+def _seen_by_hooks(found: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The same after the hooks of the leaves, which the code of a graph knows nothing of. The
+    engine calls them, as it does in eager mode."""
+    hooked = [each for each in found if tensor_hooks(each[0])]
+    if not hooked:
+        return found
+    leaves, gradients = zip(*hooked, strict=True)
+    with torch_private.above_autograd(), torch.enable_grad():
+        outputs = [leaf.view_as(leaf) for leaf in leaves]
+        changed = torch.autograd.grad(outputs, leaves, gradients)
+    unhooked = [each for each in found if not tensor_hooks(each[0])]
+    return [*unhooked, *zip(leaves, changed, strict=True)]
 
 
 class _Thread(threading.local):

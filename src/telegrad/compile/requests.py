@@ -16,8 +16,8 @@ from telegrad.compile.handles import call_method, value_of
 from telegrad.compile.references import known_reference, real_reference
 from telegrad.compile.sites import Site
 from telegrad.rpc.calls import Pending
+from telegrad.rpc.current import current_node
 from telegrad.rpc.futures import CallFuture, begin_async
-from telegrad.rpc.node import current_node
 from telegrad.rpc.rref import (
     RRef,
     begin_fetch,

@@ -13,7 +13,7 @@ something else for other numbers, must be noticed here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ from telegrad.rpc.node import Node
 from telegrad.wire.layouts import contiguous_strides
 
 Size = int | torch.SymInt
-Expected = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+Expected = tuple[torch.dtype, tuple[int, ...] | None, tuple[int, ...], bool]
+"""Type, sizes and strides of an output, and whether gradients flow through it. Sizes that depend
+on data are None."""
 Kind = tuple[Any, ...]
 
 _answers: dict[str, list[tuple[Kind, Answer]]] = {}
@@ -184,7 +186,7 @@ def _lies_so(order: Any, tensor: Tensor) -> bool:
 
 def expected(
     site: Site, tensors: Sequence[Tensor], ints: Sequence[int], needs: Sequence[bool]
-) -> Sequence[Expected | None] | None:
+) -> Sequence[Expected] | None:
     """What the outputs of a call with these arguments must be; None where that is not known."""
     seen = (*[(t.dtype, t.shape, t.stride()) for t in tensors], *ints, *needs)
     known = site.expected.get(seen, _ABSENT)
@@ -201,7 +203,7 @@ _MANY = 256
 
 def _expected(
     site: Site, tensors: Sequence[Tensor], ints: Sequence[int], needs: Sequence[bool]
-) -> Sequence[Expected | None] | None:
+) -> Sequence[Expected] | None:
     value = _evaluator(tensors, ints, _none)
     for kind, answer in reversed(_answers.get(site.key, ())):
         if _is_of_kind(kind, site, tensors, ints, needs) and _holds(answer, value):
@@ -224,30 +226,38 @@ def _is_of_kind(
     ) and all(of is None or of == number for of, number in zip(of_ints, ints, strict=True))
 
 
-def _expected_output(output: Any, value: Callable[[Formula], Any]) -> Expected | None:
+def _expected_output(output: Any, value: Callable[[Formula], Any]) -> Expected:
     try:
         sizes = tuple([int(value(size)) for size in output.sizes])
         if output.strides is None:
-            return output.dtype, sizes, contiguous_strides(sizes)
-        return output.dtype, sizes, tuple([int(value(stride)) for stride in output.strides])
+            strides = contiguous_strides(sizes)
+        else:
+            strides = tuple([int(value(stride)) for stride in output.strides])
+        return output.dtype, sizes, strides, output.needs_gradient
     except _Unknown:
-        return None
+        return output.dtype, None, (), output.needs_gradient
 
 
 def as_expected(
-    site: Site, outputs: Sequence[Tensor], said: Sequence[Expected | None] | None
+    site: Site,
+    outputs: Sequence[Tensor],
+    said: Sequence[Expected] | None,
+    differentiable: Container[int],
 ) -> list[Tensor]:
-    """The outputs as the graph wants them: what was said, or an error."""
+    """The outputs as the graph wants them: what was said, or an error. `differentiable` are the
+    places of those through which gradients would flow."""
     if said is None:
         return [output.contiguous() for output in outputs]
     if len(said) != len(outputs):
         raise _is_stale(site, f"{len(outputs)} tensors", f"{len(said)}")
     found = []
-    for output, wanted in zip(outputs, said, strict=True):
-        if wanted is None:
+    for place, (output, wanted) in enumerate(zip(outputs, said, strict=True)):
+        dtype, sizes, strides, flows = wanted
+        if not flows and place in differentiable:
+            raise _has_thawed(site)
+        if sizes is None:
             found.append(output.contiguous())
             continue
-        dtype, sizes, strides = wanted
         if output.dtype is not dtype or output.shape != sizes:
             came = f"a tensor of {output.dtype} and shape {tuple(output.shape)}"
             raise _is_stale(site, came, f"{dtype} and {sizes}")
@@ -264,6 +274,17 @@ def _is_stale(site: Site, came: str, said: str) -> TelegradError:
         "The function has changed since then, or what it returns depends on more than the shapes "
         "of its arguments. The next call traces anew; if this comes again, declare what it returns "
         "with telegrad.compile.declare_fake, or call it outside of the compiled function."
+    )
+
+
+def _has_thawed(site: Site) -> TelegradError:
+    """The graph takes the result for one that needs no gradient: it would be lost in silence."""
+    forget(site)
+    return TelegradError(
+        f"{site.name} returned a tensor that needs a gradient; when the compiled function was "
+        "traced, it needed none. Parameters that it uses have been thawed since then, with "
+        "requires_grad_(True). The next call traces anew. RemoteModule.requires_grad_ is noticed "
+        "before the call, in compiled functions of the process that calls it."
     )
 
 

@@ -35,9 +35,10 @@ from telegrad.compile.own import run_here
 from telegrad.compile.owner import tensors_in
 from telegrad.compile.tracing import constant_of_graph, passing
 from telegrad.compile.written import Written, may_be_kept
-from telegrad.rpc.api import check_call
+from telegrad.rpc import api
+from telegrad.rpc.current import current_node, find_node
 from telegrad.rpc.errors import TelegradError
-from telegrad.rpc.node import Node, current_node, find_node, register_layer
+from telegrad.rpc.node import Node, register_layer
 from telegrad.rpc.worker import WorkerInfo
 
 T = TypeVar("T")
@@ -49,11 +50,19 @@ class Site:
 
     key: str
     worker: WorkerInfo
-    function: Callable[..., Any]
+    held: Callable[[], Callable[..., Any] | None]
+    """Gives the function, while it is there (see `holding`)."""
     template: Template
     timeout: float | None
     code: str = ""
     """The fingerprint of the function."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        function = self.held()
+        if function is None:
+            raise TelegradError(f"What is to be called, {self.name}, is gone: keep it meanwhile.")
+        return function
 
     def follow(self, node: Node) -> None:
         """The worker is lost. Whoever has come under its name is meant from now on, as in eager
@@ -94,7 +103,7 @@ class Site:
     def to_itself(self) -> Site:
         """What a worker sends to itself for a call from here, if gradients may flow (own.py)."""
         template = ("tuple", ("tuple", ("int", 0)), ("dict",))
-        site = Site(self.key, self.worker, run_here, template, self.timeout)
+        site = Site(self.key, self.worker, holding(run_here), template, self.timeout)
         site.__dict__["written"] = None  # No number comes twice.
         return site
 
@@ -114,6 +123,19 @@ class Site:
     def expected(self) -> dict[Any, Any]:
         """What the outputs must be, by the arguments that were given (see shapes.py)."""
         return {}
+
+
+def holding(function: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    """Gives a function again. An object that goes along is not kept alive by it: Dynamo guards
+    which one it is, so whoever runs the graph has it."""
+    if not travels_by_name(function) and not isinstance(function, BuiltinFunctionType):
+        try:
+            if isinstance(function, MethodType):
+                return weakref.WeakMethod(function)
+            return weakref.ref(function)
+        except TypeError:
+            pass  # Of a class whose objects cannot be referred to weakly.
+    return lambda: function
 
 
 class Era:
@@ -218,7 +240,7 @@ def locate(
     node = current_node()
     if holder is not None:
         function = MethodType(function, holder)
-    check_call(function)
+    api.check_call(function)
     _refuse_gradients_of(function)
     worker = node.members.find(to)
     known = (worker.name, _code_of(function))
@@ -227,11 +249,15 @@ def locate(
     described = _name(function)
     parts = (worker.name, described, _description(template), timeout, _fingerprints[known])
     key = f"{described} on {worker.name} #{_digest(repr(parts))}"
-    _sites[key] = Site(key, worker, function, template, timeout, _fingerprints[known])
+    _sites[key] = Site(key, worker, holding(function), template, timeout, _fingerprints[known])
     if traced:
         _unasked.add(key)
         torch_private.once_traced(functools.partial(_note_reads, _sites[key].reads))
     return key, worker.name
+
+
+refuse_args = constant_of_graph(api.refuse_args)
+refuse_kwargs = constant_of_graph(api.refuse_kwargs)
 
 
 def _refuse_gradients_of(function: Callable[..., Any]) -> None:
@@ -326,7 +352,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
     """On the owner: tells whether the code of a function is the same."""
     if not travels_by_name(function) and not isinstance(function, MethodType):
         function = type(function).__call__
-    code = getattr(function, "__code__", None)
+    code = getattr(torch_private.as_written(function), "__code__", None)
     return f"torch {torch.__version__}" if code is None else _digest(repr(_parts(code)))
 
 
@@ -378,3 +404,4 @@ def _description(template: Template) -> Any:
 
 
 torch_private.explain_constants(locate, _not_constant)
+torch_private.guard_callables(locate)

@@ -6,6 +6,7 @@ control flow; what cannot be traced is behind `constant_of_graph` (sites.py, sha
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from types import MethodType
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from telegrad.autograd import api
 from telegrad.autograd.errors import AutogradError
 from telegrad.compile import torch_private
 from telegrad.compile.arguments import Split, Template, same_reference, split
 from telegrad.compile.calls import anchors
 from telegrad.compile.handles import MadeRRef, MethodsOf, constant, to_here
 from telegrad.compile.ops import BY_TOKEN, NO_CONTEXT, ops
-from telegrad.compile.passes import HALF, effect
+from telegrad.compile.passes import HALF, bound_in_graph, effect, refuse_arguments, whole_graph_of
 from telegrad.compile.shapes import (
     drop,
     find_answer,
@@ -30,7 +32,17 @@ from telegrad.compile.shapes import (
     settled,
     template_of,
 )
-from telegrad.compile.sites import NEVER, Site, eras, locate, worker_info
+from telegrad.compile.sites import (
+    NEVER,
+    Site,
+    eras,
+    holding,
+    locate,
+    refuse_args,
+    refuse_kwargs,
+    worker_info,
+)
+from telegrad.compile.tracing import let_errors_be_handled
 from telegrad.rpc.calls import describe_target
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.worker import WorkerInfo
@@ -69,6 +81,7 @@ class TracedFuture:
 
     def wait(self) -> Any:
         if not self.results:
+            _leave_try_blocks()
             outputs, order = ops.wait(
                 self.key, self.token, self.shapes, self.ints, self.needs, _state.order
             )
@@ -123,8 +136,17 @@ def _located(
     to: Any, function: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None, timeout: Any
 ) -> tuple[str, Any, Split]:
     """The key under which a call is known, who runs it, and the tensors and numbers in it."""
+    _leave_try_blocks()
+    if args is not None and not isinstance(args, (tuple, list)):
+        refuse_args(type(args).__name__)
+    if kwargs is not None and not isinstance(kwargs, dict):
+        refuse_kwargs(type(kwargs).__name__)
+    args, kwargs = tuple(args or ()), dict(kwargs or {})
+    while isinstance(function, functools.partial):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
     found = Split()
-    template = split((tuple(args or ()), kwargs or {}), found)
+    template = split((args, kwargs), found)
     if timeout is not None:
         timeout = constant(timeout)
     traced = is_dynamo_compiling() and eras.now is not NEVER
@@ -136,6 +158,11 @@ def _located(
         # Nothing uses it, so it is in no graph that was optimized.
         ops.expect(key, found.shapes, found.ints, _needs(found.tensors))
     return settled(key), owner, found
+
+
+def _leave_try_blocks() -> None:
+    if is_dynamo_compiling():
+        let_errors_be_handled()
 
 
 def _operands(found: Split) -> tuple[Any, ...]:
@@ -247,8 +274,15 @@ def backward(
         raise NotImplementedError(
             "backward with create_graph cannot be traced: call it outside of the compiled function."
         )
-    if not isinstance(roots, (list, tuple)):
-        raise TypeError("backward() takes a context id and a list of tensors.")
+    _leave_try_blocks()
+    if not isinstance(roots, (list, tuple)) or not isinstance(context_id, (int, TracedContext)):
+        known = isinstance(context_id, TracedContext)
+        refuse_arguments("int" if known else type(context_id).__name__, type(roots).__name__)
+    # What follows a break of the graph may run as it is.
+    if not is_dynamo_compiling() or not whole_graph_of(*roots):
+        between_graphs(context_id, roots, retain_graph, mode, timeout)
+        return
+    timeout = bound_in_graph(mode, timeout if timeout is None else constant(timeout))
     token, upper, lower = _context_of(context_id)
     roots = list(roots)
     seeds, order = ops.begin_pass(
@@ -272,11 +306,21 @@ def backward(
     with torch_private.TRACING_BACKWARD:
         total.backward(retain_graph=retain_graph)
     torch_private.collected.active = False
-    _state.order = ops.end_pass(leaves, gradients, token, upper, lower, order)
+    with torch.enable_grad():  # See differentiated_by_engine.
+        _state.order = ops.end_pass(leaves, gradients, token, upper, lower, order)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def between_graphs(
+    context_id: Any, roots: Any, retain_graph: bool, mode: str, timeout: float | None
+) -> None:
+    """A pass in eager mode. Dynamo breaks the graph here."""
+    api.backward(context_id, roots, retain_graph, False, mode, timeout)
 
 
 def perform(owner: object, method: str, context_id: Any, changed: list[Tensor]) -> None:
     """`owner.method(context_id)` as a node of the graph, which changes these tensors."""
+    _leave_try_blocks()
     in_context = context_id is not None
     token, upper, lower = _context_of(context_id) if in_context else (NO_CONTEXT, *BY_TOKEN)
     key = effect(owner, method, in_context)
@@ -294,7 +338,7 @@ def result_on_fakes(
     found = Split()
     template = split((tuple(args), kwargs), found)
     needs = _needs(found.tensors)
-    where = Site(f"nested {next(_nested)}", to, function, template, None)
+    where = Site(f"nested {next(_nested)}", to, holding(function), template, None)
     answer = find_answer(node, where, found.shapes, found.ints, needs)
     outputs = outputs_of(node, where, found.shapes, found.ints, needs, _new_unknown)
     drop(where)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from telegrad.compile import torch_private
+from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.failures import parts_of, put_together, sendable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -33,6 +34,23 @@ def constant_of_graph(function: Function) -> Function:
 
     marked: Any = torch.compiler.assume_constant_result(ask)  # type: ignore[no-untyped-call]
     return marked  # type: ignore[no-any-return]
+
+
+@constant_of_graph
+def let_errors_be_handled() -> bool:
+    """For calls, of which the errors are raised when the graph runs: no handler in its code sees
+    them then. So a call in a `try` block has to be between two graphs; where there is but one, that
+    is an error."""
+    if not torch_private.handles_errors(("telegrad", "torch")):
+        return True
+    sentence = (
+        "A remote call, a wait or a backward is in a try block of a compiled function: its errors "
+        "come when the graph runs, where no except and no finally of the function sees them. Put "
+        "the try block outside of the compiled function"
+    )
+    if torch_private.may_break_graph():
+        torch_private.break_graph(f"{sentence}.")
+    raise TelegradError(f"{sentence}, or compile without fullgraph=True.")
 
 
 def passing(error: Exception) -> Exception:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from telegrad import rpc
 from telegrad.launch.job import Conduct, Seat
 from telegrad.launch.store import visit_store
+from telegrad.rpc.api import give_up_on_lost_workers
 
 LEAVE_SECONDS = 90.0
 
@@ -45,4 +46,4 @@ def on_lost(tell: Callable[[int], None]) -> None:
     rpc.on_worker_lost(lambda worker, reason: tell(worker.id))
 
 
-RPC = Conduct(join=join, serve=serve, leave=leave, on_lost=on_lost)
+RPC = Conduct(join, serve, leave, on_lost, give_up_on_lost_workers)

@@ -15,7 +15,8 @@ Hence the rules of this process:
    state as the first. One that the others have lost but that still runs is ended for that.
 
 While the workers run it passes on what they write to standard error, each line under the name of
-its worker, and keeps the last lines: they tell why a worker ended.
+its worker, and keeps the last lines: they tell why a worker ended. It never waits for whoever reads
+there (streams.py): meanwhile it would not see that its caller has ended.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from telegrad.launch.job import (
     EndWorkers,
     NotStarted,
     Orders,
+    Prepared,
     Replace,
     Report,
     Seat,
@@ -49,10 +51,12 @@ from telegrad.launch.job import (
     ThreadsBeforeFork,
 )
 from telegrad.launch.lifeline import die_with_parent, outlive_parent
-from telegrad.launch.script import install_main
+from telegrad.launch.script import install_empty_main, install_main
+from telegrad.launch.streams import StandardError, occupy_standard_streams
 from telegrad.launch.worker import work
 
 _KEPT_LINES = 40
+_PIPE_BYTES = 65536  # what a pipe holds
 _TERM_SECONDS = 0.5
 _PAUSE_BEFORE_FORK = 0.1
 
@@ -60,6 +64,7 @@ _PAUSE_BEFORE_FORK = 0.1
 def main(control: int, lifeline: int, caller: int) -> None:
     """Serve the caller at the other end of the descriptor `control` until all workers ended."""
     die_with_parent(caller)
+    occupy_standard_streams()
     channel: Connection = Connection(control)
     orders: Orders = channel.recv()
     try:
@@ -70,6 +75,7 @@ def main(control: int, lifeline: int, caller: int) -> None:
     if _has_threads():
         channel.send(ThreadsBeforeFork())
         return
+    channel.send(Prepared())
     server = ForkServer(channel)
     server_id = os.getpid()
     seat = server.fork_workers(orders.seats)
@@ -86,6 +92,7 @@ def prepare(orders: Orders) -> Conduct:
     os.chdir(orders.directory)
     sys.path[:] = orders.path
     sys.argv[:] = orders.argv
+    install_empty_main()
     if orders.main is not None and not orders.main_in_each:
         install_main(orders.main)
     _import_for_all()
@@ -127,8 +134,12 @@ class ForkServer:
         self._channel = channel
         self._children: dict[int, _Child] = {}
         self._end_wanted = False
+        self._caller_is_gone = False
         self._sent: signal.Signals | None = None  # to every worker
-        self._selector = selectors.DefaultSelector()
+        # Of all selectors this one takes regular files, too: standard error may be one.
+        self._selector = selectors.PollSelector()
+        self._standard_error = StandardError()
+        self._unread: list[_Child] = []  # for as long as standard error is behind
         self._exits: tuple[int, int] | None = None
         self._restarts = 0
         self._vacant: deque[Seat] = deque()
@@ -150,8 +161,7 @@ class ForkServer:
             os.close(writing)
             os.set_blocking(reading, False)
             child = self._children[pid] = _Child(seat, pid, reading)
-            forward = functools.partial(self._forward, child)
-            self._selector.register(reading, selectors.EVENT_READ, forward)
+            self._watch_stderr(child)
         return None
 
     def _leave_server(self, reading: int, writing: int) -> None:
@@ -179,8 +189,8 @@ class ForkServer:
                     return seat
             else:
                 self._turn(None)
-        self._selector.unregister(self._channel)
         self._end_workers()
+        self._write_the_rest()
         return None
 
     def _fork_vacant(self, seat: Seat) -> Seat | None:
@@ -192,17 +202,18 @@ class ForkServer:
             self._vacant.append(seat)
             if not self._said:
                 self._said = True
-                text = f"telegrad: worker {seat.name!r} cannot be started anew yet: {error}\n"
-                with contextlib.suppress(OSError):
-                    os.write(2, text.encode())
+                self._say(f"telegrad: worker {seat.name!r} cannot be started anew yet: {error}")
             self._turn(_PAUSE_BEFORE_FORK)
             return None
 
-    def _turn(self, timeout: float | None) -> None:
-        for key, _ in self._selector.select(timeout):
+    def _turn(self, timeout: float | None) -> bool:
+        """Wait for something and see to it. Whether there was anything."""
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
             # What came before in the same turn may have closed it.
             if key.fd in self._selector.get_map():
                 key.data()
+        return bool(ready)
 
     def _watch_for_exits(self) -> None:
         reading, writing = self._exits = os.pipe()
@@ -226,9 +237,12 @@ class ForkServer:
                 case EndWorkers():
                     self._end_wanted = True
         except (EOFError, OSError):
-            self._end_wanted = True
+            self._end_wanted = self._caller_is_gone = True
+            self._selector.unregister(self._channel)
 
     def _replace(self, rank: int, life: int) -> None:
+        if self._sent is not None:
+            return  # All of them are being ended.
         for child in self._children.values():
             if self._restarts and (child.seat.rank, child.seat.life or 0) == (rank, life):
                 os.kill(child.pid, signal.SIGKILL)
@@ -241,7 +255,7 @@ class ForkServer:
 
     def _bury(self, child: _Child, exit_code: int) -> None:
         del self._children[child.pid]
-        self._forward(child)
+        self._read(child)
         if child.partial:
             self._write_line(child, child.partial)
         if child.stderr in self._selector.get_map():
@@ -265,26 +279,59 @@ class ForkServer:
             self._channel.send(report)
 
     def _forward(self, child: _Child) -> None:
-        while True:
-            try:
-                data = os.read(child.stderr, 65536)
-            except BlockingIOError:
-                return
-            if not data:
-                if child.stderr in self._selector.get_map():
-                    self._selector.unregister(child.stderr)
-                return
-            # A progress bar ends its lines with a carriage return.
-            *lines, child.partial = (child.partial + data).replace(b"\r", b"\n").split(b"\n")
-            for line in lines:
-                if line:
-                    self._write_line(child, line)
+        if self._standard_error.is_behind:
+            self._selector.unregister(child.stderr)
+            self._unread.append(child)
+        else:
+            self._read(child)
+
+    def _read(self, child: _Child) -> None:
+        """Pass on what the worker's pipe holds, and not what comes meanwhile: it may never end."""
+        try:
+            data = os.read(child.stderr, _PIPE_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            if child.stderr in self._selector.get_map():
+                self._selector.unregister(child.stderr)
+            return
+        # A progress bar ends its lines with a carriage return.
+        *lines, child.partial = (child.partial + data).replace(b"\r", b"\n").split(b"\n")
+        for line in lines:
+            if line:
+                self._write_line(child, line)
 
     def _write_line(self, child: _Child, line: bytes) -> None:
         text = line.decode(errors="replace")
         child.lines.append(text)
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            os.write(2, f"[{child.seat.name}] {text}\n".encode(errors="replace"))
+        self._say(f"[{child.seat.name}] {text}")
+
+    def _say(self, line: str) -> None:
+        if not self._standard_error:
+            write = self._write_what_was_said
+            self._selector.register(self._standard_error, selectors.EVENT_WRITE, write)
+        self._standard_error.add(line)
+
+    def _write_what_was_said(self) -> None:
+        self._standard_error.write_some()
+        if not self._standard_error:
+            self._selector.unregister(self._standard_error)
+        if not self._standard_error.is_behind:
+            for child in self._unread:
+                if child.pid in self._children:
+                    self._watch_stderr(child)
+            self._unread.clear()
+
+    def _watch_stderr(self, child: _Child) -> None:
+        forward = functools.partial(self._forward, child)
+        self._selector.register(child.stderr, selectors.EVENT_READ, forward)
+
+    def _write_the_rest(self) -> None:
+        """What the workers wrote before they ended. The caller may not want to wait for it: then it
+        ends this process. One that is gone cannot, and only what is sure to be written is."""
+        while self._standard_error:
+            if not self._turn(0.0 if self._caller_is_gone else None):
+                return
 
     def _end_workers(self) -> None:
         deadline = time.monotonic() + _TERM_SECONDS

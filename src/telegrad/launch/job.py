@@ -43,6 +43,7 @@ class Conduct:
     serve: Callable[[Seat], None]
     leave: Callable[[bool], None]
     on_lost: Callable[[Callable[[int], None]], None] | None = None  # tells the ids of lost workers
+    none_returns: Callable[[str], None] | None = None  # told why lost workers stay lost
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class EndWorkers:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """Report: the script is imported, and the workers are being forked."""
+
+
+@dataclass(frozen=True)
 class NotStarted:
     """Report: the fork server could not prepare; no worker exists."""
 
@@ -120,7 +126,7 @@ class Ended:
         return f"worker {self.name!r} {how}; the end of its standard error:\n{tail}"
 
 
-Report = NotStarted | ThreadsBeforeFork | Ended
+Report = Prepared | NotStarted | ThreadsBeforeFork | Ended
 
 
 def describe_exit(code: int) -> str:

@@ -35,6 +35,7 @@ from telegrad.launch.options import WORKERS_VARIABLE, Options, worker_names
 from telegrad.launch.processes import LocalProcesses
 from telegrad.launch.script import find_main, is_installing
 from telegrad.launch.store import host_store
+from telegrad.launch.streams import occupy_standard_streams
 from telegrad.launch.worker import seed_everything
 from telegrad.rpc.api import is_initialized
 from telegrad.rpc.room import room_to
@@ -42,6 +43,16 @@ from telegrad.wire import interrupts
 from telegrad.wire.at_exit import leave_threads_behind
 
 T = TypeVar("T")
+
+_under_way = threading.Lock()
+
+
+def _forget_run_of_parent() -> None:
+    global _under_way
+    _under_way = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_run_of_parent)
 
 _LEAVE_SECONDS = 5.0
 _NEEDED_TO_START = 16
@@ -87,7 +98,7 @@ def run(
     Call it under `if __name__ == "__main__":`, because workers import the script.
     """
     names = worker_names(workers)
-    if is_initialized():
+    if is_initialized() and not _under_way.locked():
         raise LaunchError(
             "this process is a worker of a job already: call telegrad.run when that job has ended "
             "(telegrad.rpc.shutdown), or from another process"
@@ -114,29 +125,55 @@ def run_with(conduct: Conduct, main: Callable[[], T], options: Options) -> T:
         )
     if not callable(main):
         raise TypeError(f"main={main!r} cannot be called: give the function that is to run here")
+    under_way = _under_way  # A process that main forks has another.
+    if not under_way.acquire(blocking=False):
+        raise LaunchError(
+            "this process is a worker of a job already, or is about to be: a telegrad.run is under "
+            "way in it. Call telegrad.run when that one has returned, or from another process"
+        )
     interrupts.install("launch")
     try:
         return _run(conduct, main, options)
     finally:
         interrupts.uninstall("launch")
+        under_way.release()
 
 
 def _run(conduct: Conduct, main: Callable[[], T], options: Options) -> T:
     what = f"start a job of {options.world_size} processes"
     with room_to(what, _NEEDED_TO_START):
+        occupy_standard_streams()
         store = host_store(options.timeout)
     own, *others = _seats(options, store.port)
     if options.seed is not None:
         seed_everything(options.seed)
     orders = _orders(conduct, tuple(others), options)
     news: _News = queue.SimpleQueue()
-    with room_to(what):
-        processes = LocalProcesses(orders, options.env, lambda why: news.put(LaunchError(why)))
     joining = threading.Thread(
         target=_join, args=(conduct, own, news), name="telegrad-join", daemon=True
     )
+
+    def begin_to_join() -> None:
+        # Not sooner: who waits in the store when a start fails is told by torch, at length.
+        try:
+            joining.start()
+        except RuntimeError as error:
+            news.put(error)
+
+    def workers_stay_lost(why: str) -> None:
+        news.put(LaunchError(why))
+        if conduct.none_returns is not None:
+            conduct.none_returns(why)
+
+    with room_to(what):
+        processes = LocalProcesses(
+            orders,
+            options.env,
+            begin_to_join,
+            lambda why: news.put(LaunchError(why)),
+            workers_stay_lost,
+        )
     try:
-        joining.start()
         _wait_for_start(news, len(others), options.timeout)
         if options.restarts:
             processes.supervise(options.restarts)
@@ -144,11 +181,15 @@ def _run(conduct: Conduct, main: Callable[[], T], options: Options) -> T:
                 size = options.world_size
                 conduct.on_lost(lambda worker: processes.replace(worker % size, worker // size))
         result = _call(main)
+        if processes.are_of_parent:
+            return result
         if options.restarts:
             processes.supervise(0)
         conduct.leave(True)
         processes.wait(_LEAVE_SECONDS)
     except BaseException as error:
+        if processes.are_of_parent:
+            raise
         try:
             processes.end()
         finally:
@@ -156,8 +197,8 @@ def _run(conduct: Conduct, main: Callable[[], T], options: Options) -> T:
             _await_end_of(joining)
             _leave_at_once(conduct, error)
         if not isinstance(error, LaunchError):
-            for ended in processes.failures():
-                error.add_note(str(ended))
+            for why in processes.failures():
+                error.add_note(why)
         raise
     processes.end()
     return result
@@ -188,7 +229,8 @@ def _orders(conduct: Conduct, seats: tuple[Seat, ...], options: Options) -> Orde
         conduct=pickle.dumps(conduct),
         main=find_main(),
         main_in_each=False,
-        path=tuple(sys.path),
+        # Anything else is passed over by Python's imports, too.
+        path=tuple(str(entry) for entry in sys.path if isinstance(entry, str)),
         argv=tuple(sys.argv),
         directory=os.getcwd(),
         threads=options.threads,
@@ -215,7 +257,11 @@ def _wait_for_start(news: _News, workers: int, timeout: float) -> None:
             "pass a longer timeout= to telegrad.run, or start fewer"
         ) from None
     if problem is not None:
-        raise problem
+        try:
+            raise problem
+        finally:
+            # Its traceback knows this frame: without this the two would keep each other.
+            del problem
 
 
 @interrupts.may_be_interrupted

@@ -61,6 +61,12 @@ def install_main(main: MainModule) -> None:
         _installing = False
 
 
+def install_empty_main() -> None:
+    """Where there is no script, what a worker looks up in `__main__` is the user's and not known
+    there: it must not be found in what started this process."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+
+
 def is_installing() -> bool:
     """Whether this process runs the script only in order to know its functions."""
     return _installing
@@ -83,7 +89,8 @@ def _code_of(main: MainModule, module: types.ModuleType) -> types.CodeType:
     assert main.path is not None
     module.__file__ = main.path
     with io.open_code(main.path) as file:
-        return compile(file.read(), main.path, "exec")
+        # The script has its own future statements, not those of this file.
+        return compile(file.read(), main.path, "exec", dont_inherit=True)
 
 
 def _is_console_script(path: str) -> bool:

@@ -33,7 +33,8 @@ def work(seat: Seat, conduct: Conduct, orders: Orders, lifeline: int, server: in
         return 1
     finally:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            if stream is not None:  # as in a process that was started without one
+                stream.flush()
 
 
 def _settle(seat: Seat, orders: Orders) -> None:

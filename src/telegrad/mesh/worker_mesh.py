@@ -12,9 +12,11 @@ gradient, so if all of them were sent back their sum would be too large by the n
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,10 +29,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from telegrad.mesh.torch_private import begin_world
 from telegrad.rpc.api import get_worker_info, get_worker_infos, rpc_async, rpc_sync
+from telegrad.rpc.arguments import check_seconds, check_whole
 from telegrad.rpc.errors import TelegradError
 from telegrad.rpc.outside import outside_of_graphs
 
 _mesh: DeviceMesh | None = None
+_world: int | None = None
+"""The number of the world that the mesh is of."""
+_joining = threading.Lock()
+"""Held by whoever joins a world, until it is part of it or has given up."""
+_given_up: set[int] = set()
+"""Worlds that were undone. A worker may be told so before it is told to join."""
 
 
 class WorkerMesh:
@@ -44,7 +53,7 @@ class WorkerMesh:
         self.names = names
 
     @outside_of_graphs
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """`function(mesh, *args, **kwargs)` on all workers at once; the results by rank.
 
         If it fails on one worker, the others may wait in a collective for it: their error comes
@@ -86,31 +95,83 @@ def init_mesh(
     workers reach the first of them. `timeout` bounds each collective, in seconds.
     """
     shape, names = tuple(shape), tuple(names)
-    if len(shape) != len(names):
-        raise ValueError(f"A mesh of shape {shape} needs {len(shape)} names, not {len(names)}.")
-    if workers is None:
-        here = get_worker_info().name
-        workers = [info.name for info in get_worker_infos() if info.name != here]
-    size = math.prod(shape)
-    if len(workers) != size:
-        raise ValueError(
-            f"A mesh of shape {shape} needs {size} workers, but there are {len(workers)}: "
-            f"{', '.join(workers)}. Choose them with workers=[...]."
-        )
-    port = rpc_sync(workers[0], free_port, (host,))
+    _check_grid(shape, names)
+    check_seconds("timeout", timeout)
+    members = _members(math.prod(shape), shape, workers)
+    _on_all(members, _refuse_two_groups, (), timeout)
+    port = rpc_sync(members[0], free_port, (host,))
     world = secrets.randbits(62)
     futures = [
         rpc_async(
             worker,
             _join,
-            (rank, size, host, port, world, shape, names, device_type, timeout),
+            (rank, len(members), host, port, world, shape, names, device_type, timeout),
             timeout=timeout,
         )
-        for rank, worker in enumerate(workers)
+        for rank, worker in enumerate(members)
     ]
-    for future in futures:
+    try:
+        for future in futures:
+            future.wait()
+    except BaseException:
+        _undo(members, world, timeout)
+        raise
+    return WorkerMesh(members, shape, names)
+
+
+def _check_grid(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    if len(shape) != len(names):
+        raise ValueError(f"A mesh of shape {shape} needs {len(shape)} names, not {len(names)}.")
+    for size in shape:
+        check_whole("Each size in shape", size, 1)
+    for name in names:
+        if not isinstance(name, str) or names.count(name) > 1:
+            raise ValueError(
+                f"Each dimension of a mesh needs a name of its own, but names={names!r}."
+            )
+
+
+def _members(size: int, shape: tuple[int, ...], workers: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of the workers that a mesh is to have."""
+    if workers is None:
+        here = get_worker_info().name
+        members = [info.name for info in get_worker_infos() if info.name != here]
+    else:
+        members = [get_worker_info(worker).name for worker in workers]
+    if len(members) != size:
+        raise ValueError(
+            f"A mesh of shape {shape} needs {size} workers, but there are {len(members)}: "
+            f"{', '.join(members)}. Choose them with workers=[...]."
+        )
+    for worker in members:
+        if members.count(worker) > 1:
+            raise ValueError(
+                f"Worker {worker!r} is there more than once in workers={members}. Each place of a "
+                "mesh needs a worker of its own."
+            )
+    return tuple(members)
+
+
+def _on_all(
+    workers: Sequence[str], function: Callable[..., None], args: tuple[Any, ...], timeout: float
+) -> None:
+    for future in [rpc_async(worker, function, args, timeout=timeout) for worker in workers]:
         future.wait()
-    return WorkerMesh(tuple(workers), shape, names)
+
+
+def _undo(workers: Sequence[str], world: int, timeout: float) -> None:
+    """Nobody is to be part of that world, so that the workers can form another. Those that wait in
+    it for the others do so until `timeout`."""
+    for future in [
+        rpc_async(worker, _give_up, (world,), timeout=2 * timeout + _PATIENCE) for worker in workers
+    ]:
+        # A worker that is gone is part of nothing; what went wrong first is what matters.
+        with contextlib.suppress(TelegradError):
+            future.wait()
+
+
+_PATIENCE = 10.0
+"""Seconds for a worker to notice that its own wait is over."""
 
 
 def current_mesh() -> DeviceMesh:
@@ -153,7 +214,12 @@ def gathered(tensor: DTensor) -> Tensor:
     the backward pass, and the others would wait for it in a collective.
     """
     mesh = tensor.device_mesh
-    everywhere = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
+    replicated = [Replicate()] * mesh.ndim
+    everywhere = tensor.redistribute(mesh, replicated)
+    if any(place.is_partial() and place != Partial() for place in tensor.placements):
+        # What goes back is a sum, which cannot become a part of a mean or of a maximum. Going
+        # forward this does nothing; going back it adds up first.
+        everywhere = everywhere.redistribute(mesh, replicated)
     local: Tensor = everywhere.to_local(grad_placements=[Partial()] * mesh.ndim)
     return local
 
@@ -180,12 +246,40 @@ def _join(
     device_type: str | None,
     timeout: float,
 ) -> None:
-    global _mesh
+    with _joining:
+        if world in _given_up:
+            raise TelegradError(
+                f"Worker {get_worker_info().name!r} joins a mesh that was given up: call init_mesh "
+                "again."
+            )
+        _refuse_two_groups()
+        try:
+            _form(rank, size, host, port, world, shape, names, device_type, timeout)
+        except BaseException:
+            _leave()
+            raise
+
+
+def _refuse_two_groups() -> None:
     if dist.is_initialized():
         raise TelegradError(
             f"Worker {get_worker_info().name!r} already has a process group: close the mesh that "
             "it is part of (WorkerMesh.close), or call torch.distributed.destroy_process_group."
         )
+
+
+def _form(
+    rank: int,
+    size: int,
+    host: str,
+    port: int,
+    world: int,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    device_type: str | None,
+    timeout: float,
+) -> None:
+    global _mesh, _world
     from telegrad.compile.objects import guard_process_groups
 
     guard_process_groups()
@@ -200,11 +294,20 @@ def _join(
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
     _mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    _world = world
+
+
+def _give_up(world: int) -> None:
+    """Leave the world of that number, if this worker is part of it; it may still wait to be."""
+    _given_up.add(world)
+    with _joining:
+        if _world == world:
+            _leave()
 
 
 def _leave() -> None:
-    global _mesh
-    _mesh = None
+    global _mesh, _world
+    _mesh = _world = None
     if dist.is_initialized():
         dist.destroy_process_group()
         # Rank and size of the world are folded into compiled functions without a guard.

@@ -21,8 +21,8 @@ import torch
 from telegrad import autograd
 from telegrad.nn.ambient import Ambient, ambient, under
 from telegrad.rpc import RRef, WorkerInfo, remote, rpc_sync
+from telegrad.rpc.current import current_node
 from telegrad.rpc.loans import Loan
-from telegrad.rpc.node import current_node
 from telegrad.rpc.outside import outside_of_graphs
 from telegrad.rpc.rref import remote_method
 
@@ -45,7 +45,7 @@ class Lazy(Generic[T]):
         return self.rref.to_here(timeout)
 
     @outside_of_graphs
-    def then(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Lazy[Any]:
+    def then(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Lazy[Any]:
         """`function(value, *args, **kwargs)`, run where the value is, and left there.
 
         Lazy arguments are fetched by that worker. `loss = output.then(nn.functional.mse_loss, y)`

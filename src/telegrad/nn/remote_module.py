@@ -41,7 +41,7 @@ T = TypeVar("T")
 _numbers = itertools.count()
 _PLAIN = {torch.Tensor, Lazy}
 _VERSIONS = "versions on the worker"
-_SHARED = {*vars(nn.Module()), "rref", "remote_device", "timeout", "_number"}
+_SHARED = {*vars(nn.Module()), "rref", "remote_device", "timeout", "_number", "_needs_gradients"}
 """What each face of a module has by itself; the rest of its attributes are those of a subclass."""
 _left_out: ContextVar[bool] = ContextVar("remote modules are left out", default=False)
 
@@ -94,6 +94,7 @@ class RemoteModule(nn.Module):
 
     def _take(self, rref: RRef[HostedModule], remote_device: str, timeout: float | None) -> None:
         self._number = next(_numbers)
+        self._needs_gradients: bool | None = None
         self.rref = rref
         self.remote_device = remote_device
         self.timeout = timeout
@@ -105,30 +106,38 @@ class RemoteModule(nn.Module):
 
     # Calling.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its worker and wait. `Lazy` arguments are fetched by that worker."""
         if is_dynamo_compiling():
+            self._guard_gradients()
             return self.rref.rpc_sync(self.timeout).forward_under(*_modes(), args, kwargs)
         lenders: list[RRef[Any]] = []  # kept while this waits
         method, request = _request(args, kwargs)
         pending = begin_method(self.rref, self.timeout, method, lent(request, lenders))
         return finish_method(self.rref, pending)
 
-    def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
+    def forward_async(self, /, *args: Any, **kwargs: Any) -> CallFuture:
         """As a call, but gives a future at once. Hooks of this object do not run."""
         future: CallFuture
         if is_dynamo_compiling():
+            self._guard_gradients()
             future = self.rref.rpc_async(self.timeout).forward_under(*_modes(), args, kwargs)
         else:
             future = self.rref.rpc_async(self.timeout).forward(ambient(), args, kwargs)
         return future
 
-    def lazy(self, *args: Any, **kwargs: Any) -> Lazy[Any]:
+    def _guard_gradients(self) -> None:
+        """Have Dynamo guard whether the parameters were frozen or thawed: it decides whether the
+        result of a call needs a gradient. One graph for each serves whoever does so by turns."""
+        if self._needs_gradients:
+            return
+
+    def lazy(self, /, *args: Any, **kwargs: Any) -> Lazy[Any]:
         """As a call, but the result stays on the worker. Hooks of this object do not run."""
         refuse_in_graph("Lazy results")
         return lazily(self.rref, self.timeout, *_request(args, kwargs))
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`function(module, *args, **kwargs)` on the worker, with the module itself.
 
         For whatever has no method here: hooks that run where the module lives, pruning, a look at
@@ -251,6 +260,7 @@ class RemoteModule(nn.Module):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         self._ask.requires_grad_(requires_grad)
+        self._needs_gradients = requires_grad
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:

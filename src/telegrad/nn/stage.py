@@ -18,7 +18,7 @@ from typing import Any
 from telegrad.nn.ambient import Ambient
 from telegrad.nn.hosted import HostedModule
 from telegrad.rpc import RRef
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,6 @@ from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.transport import Reply
 from telegrad.rpc.visitors import Visitors
-from telegrad.rpc.vitals import Vital
 from telegrad.rpc.watch import QUICK_TICK, TICK, Watch
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire import interrupts
@@ -57,12 +57,20 @@ from telegrad.wire.stream import Stream
 
 PAUSE_BEFORE_RETRY = 0.05
 MAX_UNANSWERED = 5
-PATIENCE_WITH_BUSY = 60.0
 PATIENCE_WITH_FAREWELL = 0.5
 LONGEST_WAIT = 3600.0
 BURY_EVERY = 0.02
 """Seconds between two tellings of references that died: each takes the interpreter from those who
 work, and a step of training may let go of one after the other."""
+
+
+class Found(Enum):
+    """How a worker is that was asked for a sign."""
+
+    WELL = 0
+    BUSY = 1
+    SILENT = 2
+    DEAD = 3
 
 
 class _NotInTime(OSError):
@@ -88,7 +96,7 @@ class Agent:
         self._aside: defaultdict[int, Aside] = defaultdict(partial(Aside, most_bytes))
         self._connecting: dict[int, threading.Lock] = {}
         self._ended: set[int] = set()
-        self.lookout = Lookout(self, meeting.key, liveness)
+        self.lookout = Lookout(self, meeting, liveness)
         meeting.silence = liveness
         self._next_burial = 0.0
         self._closed = False
@@ -391,12 +399,15 @@ class Agent:
                 may_pass = isinstance(error, CutShort) or is_lack(error)
                 if not may_pass or unanswered == MAX_UNANSWERED:
                     raise
-                alive = member.process is not None and member.process.vital() is Vital.ALIVE
-                busy = alive and not is_lack(error)
-                patience = max(self._liveness, PATIENCE_WITH_BUSY) if busy else self._liveness
-                if self.node.runtime.now() - started > patience:
+                late = self.node.runtime.now() - started > self._liveness
+                if late and not self._is_busy(member, error):
                     raise
                 time.sleep(PAUSE_BEFORE_RETRY)
+
+    def _is_busy(self, member: Member, error: OSError) -> bool:
+        """Whether a worker that was not met is there: its system has taken the connection, and it
+        shows signs of life, but its interpreter has no time for us. That may last for minutes."""
+        return isinstance(error, CutShort) and self.lookout.hears(member.info.id)
 
     def incoming(self, worker: int) -> Incoming | None:
         """The end of the link by which that worker calls this one."""
@@ -434,9 +445,13 @@ class Agent:
     # Breaks.
 
     def mend(self, outgoing: Outgoing, reason: str) -> None:
-        """A connection broke; its reader tries to go on over a new one."""
+        """A connection broke; its reader tries to go on over a new one.
+
+        An attempt to which nothing is said is given up in time for others: the next may pass.
+        """
         member = outgoing.member
         worker = member.info.id
+        patience = self._liveness / 4
         until = self.node.runtime.now() + self._liveness
         visit: Visit | None = None
         while not (outgoing.gone or self._closed):
@@ -448,6 +463,7 @@ class Agent:
                     outgoing.session,
                     outgoing.link.session.seen,
                     "resume",
+                    patience,
                 )
                 outgoing.resume(visit)
                 return
@@ -460,9 +476,11 @@ class Agent:
                 if is_dead(error):
                     self.lose(worker, f"{reason}, and its process does not answer any more")
                     return
-                if self.node.runtime.now() > until:
+                left = until - self.node.runtime.now()
+                if left <= 0 and not self._is_busy(member, error):
                     self.lookout.suspect(worker, f"{reason}, and it does not answer any more")
                     return
+                patience = min(2 * patience, left) if left > 0 else PATIENCE
                 time.sleep(PAUSE_BEFORE_RETRY)
 
     def incoming_broke(self, incoming: Incoming, reason: str) -> None:
@@ -470,27 +488,49 @@ class Agent:
         if incoming.gone or self._closed or incoming.member.info.id in self._ended:
             return
         member = incoming.member
-        broken = incoming.link.stream
-        try:
-            meet(self._meeting, self.node.info, member, incoming.session, 0, "probe").stream.close()
-        except OSError as error:
-            if is_dead(error):
-                self.lose(member.info.id, f"{reason}, and its process does not answer any more")
-                return
-        self.await_return(incoming, broken, reason)
+        self.await_return(incoming, incoming.link.stream, reason)
+        if self._probe(member, self._liveness) is Found.DEAD:
+            self.lose(member.info.id, f"{reason}, and its process does not answer any more")
 
     def await_return(self, incoming: Incoming, broken: Stream, reason: str) -> None:
-        """Its caller is lost, if it has not mended this link in time."""
-        worker = incoming.member.info.id
+        """Its caller is lost, if it has not mended this link in time and could have."""
+        member = incoming.member
+        worker = member.info.id
         # A timer lasts longer than a link may, whose descriptors go with its stream.
         of_broken = weakref.ref(broken)
 
-        def give_up() -> None:
+        def is_awaited() -> bool:
             present = self._incoming.get(worker)
-            if present is not None and present.link.broken and present.link.stream is of_broken():
+            if present is None or not present.link.broken:
+                return False
+            return present.link.stream is of_broken()
+
+        def give_up() -> None:
+            lives = self.lookout.hears(worker)
+            found = self._probe(member, PATIENCE) if lives else Found.SILENT
+            if not is_awaited():
+                return
+            if found is Found.BUSY:
+                look_again()
+            else:
                 self.lose(worker, f"{reason}, and it did not come back")
 
-        self.watch.call_later(self._liveness, give_up)
+        def look_again() -> None:
+            self.watch.call_later(
+                self._liveness, lambda: self.threads.run(give_up) if is_awaited() else None
+            )
+
+        look_again()
+
+    def _probe(self, member: Member, patience: float) -> Found:
+        """See whether a worker answers."""
+        try:
+            meet(self._meeting, self.node.info, member, "", 0, "probe", patience).stream.close()
+        except OSError as error:
+            if is_dead(error):
+                return Found.DEAD
+            return Found.BUSY if self._is_busy(member, error) else Found.SILENT
+        return Found.WELL
 
     def sever(self, worker: int) -> None:
         """Break the connections with a worker, as a network may: they have to mend."""
@@ -549,12 +589,10 @@ class Agent:
     def _answers(self, worker: int) -> bool:
         self.blocking()
         try:
-            member, me = self.node.members.member(worker), self.node.info
-            patience = min(PATIENCE, self._liveness)
-            meet(self._meeting, me, member, "", 0, "probe", patience).stream.close()
-        except (OSError, TelegradError):
+            member = self.node.members.member(worker)
+        except TelegradError:
             return False
-        return not self.is_ended(worker)
+        return self._probe(member, self._liveness) is Found.WELL and not self.is_ended(worker)
 
     def leave(self, worker: int, job_is_over: bool) -> None:
         """A worker said that it leaves."""

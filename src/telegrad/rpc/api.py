@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -16,22 +16,17 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.arguments import check_bound, check_seconds, check_whole
 from telegrad.rpc.closing import IT_IS_OVER, Closing
+from telegrad.rpc.current import current_node, find_node, set_process_node
 from telegrad.rpc.errors import CallTimeout, JobClosed, NotInitialized, TelegradError
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.limits import Limits
 from telegrad.rpc.meeting import Meeting
 from telegrad.rpc.members import Members
-from telegrad.rpc.node import (
-    DEFAULT_TIMEOUT,
-    LIVENESS,
-    Node,
-    current_node,
-    find_node,
-    set_process_node,
-)
+from telegrad.rpc.node import DEFAULT_TIMEOUT, LIVENESS, Node
 from telegrad.rpc.outside import outside_of_graphs
 from telegrad.rpc.rendezvous import Rendezvous, check_rank
 from telegrad.rpc.room import room_to
+from telegrad.rpc.rooms import RoomGivenUp
 from telegrad.rpc.rref import RRef, remote_reference
 from telegrad.rpc.runtime import ThreadRuntime, Threads
 from telegrad.rpc.store import open_store
@@ -50,6 +45,7 @@ PAUSE = 0.005
 PAUSE_FOR_RETURN = 0.02
 PATIENCE_AT_THE_END = 1.0
 NEEDED_TO_JOIN = 6
+JOIN_TIMEOUT = 60.0
 _starting = threading.Lock()
 
 
@@ -69,7 +65,7 @@ def init_rpc(
     trust: str = "code",
     limits: Limits | None = None,
     rpc_timeout: float = DEFAULT_TIMEOUT,
-    join_timeout: float = 60.0,
+    join_timeout: float | None = None,
     liveness: float = LIVENESS,
     life: int | None = None,
 ) -> None:
@@ -85,6 +81,9 @@ def init_rpc(
     say `plaintext`; without it nothing listens but a Unix socket. `transports`
     says where it listens at all: with `("tcp",)` it is called over TCP on its own host, too.
     With `tensors="gloo"` large tensors travel by process groups of torch.distributed, in the clear.
+
+    `join_timeout` is how long this worker waits for the others, in seconds: by default 60, or as
+    long as the `store` that was given waits. Who has given up may try again in the same place.
 
     `rpc_timeout` bounds every call that does not say otherwise, in seconds (0: no bound);
     `liveness` is how long a broken connection may take to come back before its worker counts as
@@ -105,10 +104,13 @@ def init_rpc(
         _check_tensors(tensors, trusted, host, plaintext)
         _check_place(name, rank, world_size, life)
         check_bound("rpc_timeout", rpc_timeout)
-        check_seconds("join_timeout", join_timeout)
+        if join_timeout is not None:
+            check_seconds("join_timeout", join_timeout)
         check_seconds("liveness", liveness)
         if store is not None and not isinstance(store, Store):
             raise TypeError(f"store={store!r}: give one of torch's stores, or an init_method=")
+        if join_timeout is None:
+            join_timeout = _patience_of(store)
         job_key = JobKey(key) if key is not None else None
         # From here on: what is half joined is not left so.
         interrupts.install("job")
@@ -157,6 +159,12 @@ def init_rpc(
         except BaseException:
             interrupts.uninstall("job")
             raise
+
+
+def _patience_of(store: Store | None) -> float:
+    """How long a store waits by itself; torch writes 0 for one that has no bound."""
+    own: float = 0 if store is None else store.timeout.total_seconds()  # type: ignore[attr-defined]
+    return own or JOIN_TIMEOUT
 
 
 def _check_options(
@@ -210,12 +218,16 @@ def _enter(
     transports: Collection[str],
     tensors: str | None,
 ) -> tuple[Meeting, Members]:
-    meeting = visit.prepare(key, host, plaintext, transports, tensors)
-    try:
-        return meeting, visit.join(meeting)
-    except BaseException:
-        meeting.close()
-        raise
+    while True:
+        try:
+            meeting = visit.prepare(key, host, plaintext, transports, tensors)
+            try:
+                return meeting, visit.join(meeting)
+            except BaseException:
+                meeting.close()
+                raise
+        except RoomGivenUp:
+            visit.move_on()
 
 
 @outside_of_graphs
@@ -229,8 +241,13 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """
     node = current_node()
     agent = node.transport
-    assert isinstance(agent, Agent)
     check_bound("timeout", timeout)
+    if not isinstance(agent, Agent):
+        raise TelegradError(
+            f"Worker {node.info.name!r} is simulated: its job ends by itself when every main "
+            "function has returned and all has come to rest. Leave shutdown to the code that calls "
+            "init_rpc, or to telegrad.run."
+        )
     try:
         if graceful:
             if node.services["static"]:
@@ -367,9 +384,17 @@ def check_call(func: object, args: object = None, kwargs: object = None) -> None
     if not callable(func):
         raise TypeError(f"{func!r} cannot be called: give the function itself, not its name")
     if args is not None and not isinstance(args, tuple | list):
-        raise TypeError(f"args is a {type(args).__name__}: give a tuple, as args=(x,) for one")
+        refuse_args(type(args).__name__)
     if kwargs is not None and not isinstance(kwargs, dict):
-        raise TypeError(f"kwargs is a {type(kwargs).__name__}: give a dict of names and values")
+        refuse_kwargs(type(kwargs).__name__)
+
+
+def refuse_args(kind: str) -> NoReturn:
+    raise TypeError(f"args is a {kind}: give a tuple, as args=(x,) for one")
+
+
+def refuse_kwargs(kind: str) -> NoReturn:
+    raise TypeError(f"kwargs is a {kind}: give a dict of names and values")
 
 
 def get_worker_info(name: To | None = None) -> WorkerInfo:
@@ -403,7 +428,7 @@ def wait_for_worker(to: str | int, timeout: float | None = None) -> WorkerInfo:
         info = node.members.find(to)
         if not node.is_lost(info.id):
             return info
-        if not node.members.may_return:
+        if not node.members.may_return or node.none_returns is not None:
             raise node.loss_of(info.id)
         if node.runtime.now() >= until:
             raise CallTimeout(
@@ -412,6 +437,13 @@ def wait_for_worker(to: str | int, timeout: float | None = None) -> WorkerInfo:
             )
         with pause:
             pause.wait(PAUSE_FOR_RETURN)
+
+
+def give_up_on_lost_workers(why: str) -> None:
+    """For whoever starts lost workers anew and cannot any more: the errors that follow say why."""
+    node = find_node()
+    if node is not None:
+        node.none_returns = why
 
 
 @outside_of_graphs

@@ -22,7 +22,10 @@ def check_seconds(name: str, value: object) -> None:
     _check_number(name, value)
     # Not the other way around: a NaN is neither.
     if not 0 < value <= threading.TIMEOUT_MAX:  # type: ignore[operator]
-        raise ValueError(f"{name}={value}: give a number of seconds greater than 0")
+        raise ValueError(
+            f"{name}={value}: give a number of seconds greater than 0 and at most "
+            f"{threading.TIMEOUT_MAX:.0f}, which is the longest that a thread can wait"
+        )
 
 
 def check_bound(name: str, value: object) -> None:

@@ -148,7 +148,9 @@ class Closing:
         node.runtime.call_later(again, partial(self._miss, this, again))
 
     def _join(self, sender: int, number: int, made: int, finished: int, open_: int) -> Later:
-        if any(type(each) is not int for each in (number, made, finished, open_)):
+        counts = (made, finished, open_)
+        # Fewer than none, from one who lies, would hide what the others still have under way.
+        if type(number) is not int or any(type(each) is not int or each < 0 for each in counts):
             raise ValueError("what came is no message of a worker that wants to leave")
 
         def subscribe(finish: Finish) -> None:
@@ -159,7 +161,7 @@ class Closing:
                 this = self._rounds.get(number)
                 if this is None:
                     this = self._rounds[number] = self._open_round()
-                this.counts[sender] = (made, finished, open_)
+                this.counts[sender] = counts
                 this.waiting[sender] = finish
             self._reconsider()
 

@@ -15,12 +15,18 @@ import time
 from typing import Any
 
 from telegrad.rpc.errors import RendezvousError
-from telegrad.rpc.job_files import read_key, write_key
+from telegrad.rpc.job_files import read_key, remove_if_last, write_key
 from telegrad.rpc.noticeboard import Noticeboard, not_ours
+from telegrad.rpc.rooms import JOB, unless_given_up
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire.address import job_directory
 from telegrad.wire.keys import JobKey, new_key
 
 PATIENCE_WITH_LEAVING = 5.0
+
+
+class Disagreement(RendezvousError):
+    """This worker was told something else than the one that founded the job."""
 
 
 class Founding:
@@ -47,34 +53,33 @@ class Founding:
         """Name the job, and make its key if none was given."""
         job = secrets.token_hex(8)
         given = key is not None
-        if key is None:
-            key = new_key()
-            write_key(job, key)
-        self._board.put(
-            "job",
-            {
-                "job": job,
-                "key given": given,
-                "fingerprint": _fingerprint(key, job),
-                "world size": self._world_size,
-                "tensors": self._tensors,
-            },
-        )
+        try:
+            if key is None:
+                key = new_key()
+                write_key(job, key)
+            self._board.put(
+                JOB,
+                {
+                    "job": job,
+                    "key given": given,
+                    "fingerprint": _fingerprint(key, job),
+                    "world size": self._world_size,
+                    "tensors": self._tensors,
+                },
+            )
+        except BaseException:
+            remove_if_last(job_directory(job))
+            raise
         return job, key
 
     def _find_job(self, given: JobKey | None) -> tuple[str, JobKey]:
         """The job that the first worker has founded."""
         found = self._get_job()
-        try:
-            self._check_world_size(found["world size"])
-            self._check_tensors(found.get("tensors"))
-            if self._world_size is None and given is None and not found["key given"]:
-                return self._find_open_job()
-            return found["job"], self._agree_on_key(given, found)
-        except RendezvousError as error:
-            if self._world_size is not None:
-                self._board.put(f"worker {self._me.id}", {"problem": str(error)})
-            raise
+        self._check_world_size(found["world size"])
+        self._check_tensors(found.get("tensors"))
+        if self._world_size is None and given is None and not found["key given"]:
+            return self._find_open_job()
+        return found["job"], self._agree_on_key(given, found)
 
     def _find_open_job(self) -> tuple[str, JobKey]:
         """A job whose key goes with its last worker, who may be leaving just now."""
@@ -106,14 +111,14 @@ class Founding:
 
     def _check_world_size(self, theirs: int | None) -> None:
         if theirs != self._world_size:
-            raise RendezvousError(
+            raise Disagreement(
                 f"worker {self._me.name!r} was told world_size={self._world_size}, but rank 0 "
                 f"was told {theirs}: give every worker the same"
             )
 
     def _check_tensors(self, theirs: object) -> None:
         if theirs != self._tensors:
-            raise RendezvousError(
+            raise Disagreement(
                 f"worker {self._me.name!r} was told tensors={self._tensors!r}, but the first "
                 f"worker of the job was told {theirs!r}: give every worker the same"
             )
@@ -121,27 +126,27 @@ class Founding:
     def _agree_on_key(self, key: JobKey | None, found: dict[str, Any]) -> JobKey:
         job = found["job"]
         if key is None and found["key given"]:
-            raise RendezvousError(
+            raise Disagreement(
                 f"worker {self._me.name!r} was given no key, but the job has one: set "
                 "TELEGRAD_KEY_FILE (or TELEGRAD_KEY) as for the other workers"
             )
         if key is None:
             key = read_key(job)
         if key is None:
-            raise RendezvousError(
+            raise Disagreement(
                 f"worker {self._me.name!r} cannot read the job's key: it was made for one user on "
                 "one host. For several hosts or users give every worker the same key with "
                 "TELEGRAD_KEY_FILE, e.g. made by `openssl rand -hex 32`"
             )
         if not hmac.compare_digest(_fingerprint(key, job), found["fingerprint"]):
-            raise RendezvousError(
+            raise Disagreement(
                 f"worker {self._me.name!r} has another key than the first worker of the job: "
                 "compare TELEGRAD_KEY and TELEGRAD_KEY_FILE"
             )
         return key
 
     def _get_job(self) -> dict[str, Any]:
-        found = self._board.get("job", "the first worker of the job")
+        found = unless_given_up(self._board.get(JOB, "the first worker of the job"))
         match found:
             case {"job": str(), "key given": bool(), "fingerprint": str(), "world size": _}:
                 return dict(found)

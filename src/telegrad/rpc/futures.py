@@ -105,6 +105,14 @@ def begin_async(
     future = CallFuture()
 
     def settle(pending: Pending) -> None:
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            finish(pending)
+            return
+        # A thread that happens to wait runs the callbacks: its modes are none of theirs.
+        with torch.inference_mode(False):
+            finish(pending)
+
+    def finish(pending: Pending) -> None:
         outer, _thread.settles = runs_callbacks(), True
         try:
             value = node.outcome(pending)

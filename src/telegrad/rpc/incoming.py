@@ -201,6 +201,8 @@ class Incoming:
         aside, call_id = self._aside, frame.call_id
         if call_id in aside.loads:
             return self._refuse(node.numbered_twice, frame)
+        if self.link.session.kept_bytes > MOST_ANSWER_BYTES:
+            return self._refuse(node.too_many_answers, frame)
         size = weigh_arrived(frame)
         if not aside.load(call_id, size):
             return self._refuse(node.too_many_bytes, frame)
@@ -224,7 +226,14 @@ class Incoming:
         packed = reply.packed
         try:
             self.link.send(
-                reply.kind, call_id, packed.meta, packed.buffers, reply.note, packed.tensors, later
+                reply.kind,
+                call_id,
+                packed.meta,
+                packed.buffers,
+                reply.note,
+                packed.tensors,
+                later,
+                untracked=packed.untracked,
             )
         except LinkClosed:
             return

@@ -2,28 +2,44 @@
 key, the one that it made.
 
 The last worker to leave removes the directory. If every worker of a job was killed, another job of
-the same user does so when it starts.
+the same user does so when it starts. Whether a worker is there is seen by its socket, or by its
+*mark*, a file that names its process: who is called over TCP only has no socket, and who founds a
+job has none yet. So a directory in which nobody has either is nobody's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+from telegrad.rpc.vitals import Process, Vital, read_process
 from telegrad.wire.address import job_directory
 from telegrad.wire.keys import JobKey
 
 KEY_FILE = "key"
+MARK = ".process"
 ABANDONED_AFTER = 60.0
 
 
 def write_key(job: str, key: JobKey) -> None:
-    descriptor = os.open(job_directory(job) / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    directory = job_directory(job)
+    leave_mark(directory)
+    descriptor = os.open(directory / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(key.hex())
+
+
+def leave_mark(directory: Path) -> None:
+    """Say that this process needs what is in the directory, until `remove_if_last`."""
+    me = Process.own()
+    descriptor = os.open(directory / f"{me.pid}-{me.born}{MARK}", os.O_WRONLY | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(asdict(me)))
 
 
 def read_key(job: str) -> JobKey | None:
@@ -38,19 +54,36 @@ def read_key(job: str) -> JobKey | None:
 
 
 def remove_if_last(directory: Path) -> None:
-    """The last worker of a job on this host removes what the job kept there."""
+    """This process leaves; the last worker of a job on this host removes what the job kept."""
     with contextlib.suppress(OSError):
-        sockets = [path for path in directory.iterdir() if path.name != KEY_FILE]
-        if all(map(_is_abandoned, sockets)):
-            for path in (*sockets, directory / KEY_FILE):
-                path.unlink(missing_ok=True)
-            directory.rmdir()
+        _remove_if_abandoned(directory, Process.own())
+
+
+def _remove_if_abandoned(directory: Path, leaving: Process | None = None) -> None:
+    others = [path for path in directory.iterdir() if path.name != KEY_FILE]
+    if leaving is not None:
+        for path in [path for path in others if _process_of(path) == leaving]:
+            path.unlink(missing_ok=True)
+            others.remove(path)
+    if all(map(_is_abandoned, others)):
+        for path in (*others, directory / KEY_FILE):
+            path.unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def _process_of(path: Path) -> Process | None:
+    """Whose mark it is."""
+    if path.suffix == MARK:
+        with contextlib.suppress(OSError, ValueError):
+            return read_process(json.loads(path.read_text()))
+    return None
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a socket's process is gone: one that was killed leaves its file behind."""
+    """Whether a file's process is gone: one that was killed leaves its socket and mark behind."""
     if path.suffix != ".sock":
-        return False
+        process = _process_of(path)
+        return process is not None and process.vital() is Vital.DEAD
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -68,6 +101,5 @@ def remove_abandoned(parent: Path) -> None:
         with contextlib.suppress(OSError):
             status = directory.lstat()
             idle = time.time() - status.st_mtime > ABANDONED_AFTER
-            # A job without sockets may be called over TCP only: its key is still wanted.
-            if idle and status.st_uid == os.getuid() and any(directory.glob("*.sock")):
-                remove_if_last(directory)
+            if idle and status.st_uid == os.getuid():
+                _remove_if_abandoned(directory)

@@ -3,6 +3,8 @@
 Processes of this host are looked at in /proc (`vitals.py`), those of other hosts through their
 companions (`heartbeat.py`). What is certain is acted upon at once. Who is only silent may be well,
 and the way there cut: then those who are heard are asked, and `agreement.py` decides.
+
+So that the others can see how this worker is, its own companion is started anew if it was killed.
 """
 
 from __future__ import annotations
@@ -17,12 +19,11 @@ from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import in_few_words
 from telegrad.rpc.failures import report_background_error
 from telegrad.rpc.heartbeat import Heartbeat, is_asked
-from telegrad.rpc.meeting import PULSE_KEY
+from telegrad.rpc.meeting import PULSE_KEY, Meeting
 from telegrad.rpc.members import Member
 from telegrad.rpc.silence import GiveUp
 from telegrad.rpc.vitals import Vital
 from telegrad.rpc.worker import is_worker_id
-from telegrad.wire.keys import JobKey
 from telegrad.wire.warm import warm
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ TRIM_EVERY = 10.0
 class Lookout:
     """One worker's view of how the others are."""
 
-    def __init__(self, agent: Agent, key: JobKey, liveness: float) -> None:
+    def __init__(self, agent: Agent, meeting: Meeting, liveness: float) -> None:
         self._agent = agent
+        self._meeting = meeting
         self._node = agent.node
         self._liveness = liveness
         self._interval = min(0.5, liveness / 10)
@@ -49,7 +51,7 @@ class Lookout:
         self._received: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._suspects: set[int] = set()
         self._heartbeat = Heartbeat(
-            key.derive(PULSE_KEY), liveness, self._interval, self._inquiry, self._given_up
+            meeting.key.derive(PULSE_KEY), liveness, self._interval, self._inquiry, self._given_up
         )
         self._node.on_operation(HEARS, lambda sender, worker: self.hears(int(worker)))
         self._node.on_post(EXPELLED, self._told_to_expel)
@@ -65,13 +67,22 @@ class Lookout:
             return
         try:
             self._look_at_processes()
+            self._look_at_connections()
             self._listen_for_signs()
         except Exception:
             report_background_error("the look after other workers")
+        if self._meeting.lacks_company:
+            self._agent.threads.run(self._restore_company)
         if self._node.runtime.now() >= self._next_trim:
             self._next_trim = self._node.runtime.now() + TRIM_EVERY
             self._agent.threads.run(self._trim)
         self._agent.watch.call_later(self._interval, self._look)
+
+    def _restore_company(self) -> None:
+        """The others would take this worker for gone. At most once for each look: whatever kills
+        one companion may kill the next."""
+        with contextlib.suppress(OSError):  # No room for a process: the next look tries again.
+            self._meeting.restore_company()
 
     def _trim(self) -> None:
         """Let go of memory that large tensors left warm, if none came since the last time."""
@@ -104,6 +115,13 @@ class Lookout:
                 now - self._stopped_since.setdefault(worker, now) >= self._liveness - self._interval
             ):
                 self._expel(worker, f"its process has been stopped for {self._liveness:g} s")
+
+    def _look_at_connections(self) -> None:
+        """Give up those whose other host does not even acknowledge what it is sent. Whether its
+        worker is lost turns out when they are mended."""
+        for end in self._agent.ends():
+            if end.link.unheard() > self._liveness:
+                end.link.mark_broken()
 
     def _due(self) -> list[Member]:
         """Those that we are linked with, that seem to be gone or stopped, and some in turn.

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -50,15 +53,16 @@ from telegrad.wire.handshake import (
 )
 from telegrad.wire.keys import JobKey, tls_contexts
 from telegrad.wire.stream import PlainStream, Stream
-from telegrad.wire.tls import TlsStream
+from telegrad.wire.tls import TlsCutShort, TlsStream
 
-PROTOCOL = 3
+PROTOCOL = 4
 PATIENCE = 10.0
 ARENA_BYTES = 1 << 30
 PULSE_KEY = "pulse"
 _MEMORY, _NO_MEMORY = b"M", b"-"
 
 Shared = tuple[Arena | None, ArenaView | None, deque[int]]
+_Memory = TypeVar("_Memory", Arena, ArenaView)
 
 
 @dataclass
@@ -78,6 +82,7 @@ class Meeting:
     tensors: str | None = None
     """The backend of the process groups by which large tensors travel."""
     pulse: str = ""
+    attempts: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     _companion: Companion | None = None
     _tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
 
@@ -92,6 +97,17 @@ class Meeting:
         pulse_key = self.key.derive(PULSE_KEY)
         self._companion = Companion(host, pulse_key, self.incarnation, me.pid, me.born)
         self.pulse = "{} {}".format(*self._companion.address)
+
+    @property
+    def lacks_company(self) -> bool:
+        """Whether the one that answers for this process was killed. Never waits."""
+        companion = self._companion
+        return companion is not None and companion.has_ended
+
+    def restore_company(self) -> None:
+        companion = self._companion
+        if companion is not None:
+            companion.revive()
 
     def address_of(self, listener: socket.socket) -> Address:
         try:
@@ -176,6 +192,7 @@ def meet(
         torch=str(torch.__version__),
         protocol=PROTOCOL,
         purpose=purpose,
+        attempt=next(meeting.attempts),
     )
     try:
         whom = f"worker {member.info.name!r} at {address}"
@@ -364,7 +381,10 @@ def _open_channel(
     if not (isinstance(address, TcpAddress) and address.tls):
         return _Channel(sock, None, patience)
     context = meeting.tls()[0 if server_side else 1]
-    tls = TlsStream(sock, context, server_side=server_side, timeout=patience, peer=peer)
+    try:
+        tls = TlsStream(sock, context, server_side=server_side, timeout=patience, peer=peer)
+    except TlsCutShort as error:
+        raise CutShort(str(error)) from None
     return _Channel(sock, tls, patience)
 
 
@@ -398,9 +418,49 @@ def _shake_hands(channel: _Channel, end: ClientHandshake | ServerHandshake) -> N
 def _share_memory(sock: socket.socket, size: int) -> Shared:
     """Give each other the descriptor of the memory that large tensors will travel in.
 
+    A process may be able to make such memory and not to map the other's, or neither: its limits on
+    files and on address space are its own. So each end says whether it has what it was given, and
+    in a direction in which there is no memory tensors go by the socket.
+
     Without a size, none is shared: who shares memory can change a tensor after it was checked.
     """
-    arena = Arena(size) if size else None
+    arena = _memory_or_none(lambda: Arena(size)) if size else None
+    freed: deque[int] = deque()
+    given, descriptors = _exchange(sock, arena)
+    try:
+        view = None
+        if size and given == _MEMORY:
+            if not descriptors:
+                # The kernel drops a descriptor for which there is no room, and says nothing.
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            view = _memory_or_none(lambda: ArenaView(descriptors[0], freed.append))
+    except ValueError as error:
+        raise HandshakeError(f"the other end shared no memory that can be used: {error}") from None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    taken = _confirm(sock, view is not None)
+    if arena is not None and taken != _MEMORY:
+        arena.close()
+        arena = None
+    return arena, view, freed
+
+
+def _memory_or_none(make: Callable[[], _Memory]) -> _Memory | None:
+    """None where the limits of this process forbid such memory: it can do without.
+
+    A lack of descriptors is another matter: nothing can be done without those.
+    """
+    try:
+        return make()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
+
+
+def _exchange(sock: socket.socket, arena: Arena | None) -> tuple[bytes, list[int]]:
+    """Offer our memory; what the other end offers."""
     try:
         if arena is None:
             sock.sendall(_NO_MEMORY)
@@ -411,18 +471,16 @@ def _share_memory(sock: socket.socket, size: int) -> Shared:
         raise CutShort(f"the other end did not share its memory: {error}") from None
     if not word:
         raise CutShort("the other end left before it shared its memory")
-    if arena is not None and word == _MEMORY and not descriptors:
-        # The kernel drops a descriptor for which there is no room, and says nothing. The other end
-        # would send tensors in memory that is not here.
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    freed: deque[int] = deque()
+    return word, descriptors
+
+
+def _confirm(sock: socket.socket, has_memory: bool) -> bytes:
+    """Say whether we have the other end's memory here; what it says of ours."""
     try:
-        if arena is None or word != _MEMORY:
-            return None, None, freed
-        view = ArenaView(descriptors[0], freed.append)
-    except ValueError as error:
-        raise HandshakeError(f"the other end shared no memory that can be used: {error}") from None
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-    return arena, view, freed
+        sock.sendall(_MEMORY if has_memory else _NO_MEMORY)
+        word = sock.recv(1)
+    except (TimeoutError, ConnectionError) as error:
+        raise CutShort(f"the other end did not say whether it has our memory: {error}") from None
+    if not word:
+        raise CutShort("the other end left before it said whether it has our memory")
+    return word

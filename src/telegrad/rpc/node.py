@@ -11,8 +11,6 @@ being made is ready; or, for posts, without an answer.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,9 +22,9 @@ from telegrad.rpc.calls import Calls, Late, Pending, afresh, without_frames
 from telegrad.rpc.closing import CLOSING
 from telegrad.rpc.coroutines import Coroutines
 from telegrad.rpc.crossing import Crossing, NoCrossing, Scope
+from telegrad.rpc.current import not_initialized
 from telegrad.rpc.errors import (
     JobClosed,
-    NotInitialized,
     Refused,
     RemoteError,
     TelegradError,
@@ -89,6 +87,8 @@ class Node:
         self.services: dict[str, Any] = {}
         self.transport: Transport
         self.closed = False
+        self.none_returns: str | None = None
+        """Why a lost worker is not started anew, where that was to be expected."""
         self.passages = Passages(self)
         self._topics: dict[str, Callable[[int, Any], object]] = {}
         self._operations: dict[str, Callable[..., object]] = {}
@@ -397,6 +397,15 @@ class Node:
             "raise rpc.Limits.bytes_in_flight there",
         )
 
+    def too_many_answers(self, sender: int, frame: Frame) -> Reply:
+        """The answer to a call of one who has not taken those before; it is not run."""
+        return self._refusal(
+            sender,
+            frame,
+            f"keeps too many bytes of answers that worker {self.members.name(sender)!r} has not "
+            "taken: wait for some of them",
+        )
+
     def numbered_twice(self, sender: int, frame: Frame) -> Reply:
         """The answer to a call under the number of one that runs; it is not run."""
         name = self.members.name(sender)
@@ -550,7 +559,10 @@ class Node:
 
     def loss_of(self, worker: int) -> WorkerLost:
         """The error for what depended on a worker that is lost."""
-        return WorkerLost.of(self.members.name(worker), self._lost[worker])
+        reason = self._lost[worker]
+        if self.none_returns is not None:
+            reason = f"{reason}; {self.none_returns}"
+        return WorkerLost.of(self.members.name(worker), reason)
 
     def is_lost(self, worker: int) -> bool:
         return worker in self._lost
@@ -574,13 +586,8 @@ class Node:
         return cut
 
 
-# The node of this process, or of the calling thread under the simulator.
-
 _services: dict[str, Callable[[Node], object]] = {}
 _default_crossing: Crossing = NoCrossing()
-_local = threading.local()
-_process_node: Node | None = None
-_forked = False
 
 
 def register_layer(
@@ -591,56 +598,3 @@ def register_layer(
     _services[name] = service
     if crossing is not None:
         _default_crossing = crossing
-
-
-def _leave_the_job_to_the_parent() -> None:
-    """In a process that was forked: the connections of the job are its parent's, and what this one
-    wrote there would be taken for the parent's own."""
-    global _forked
-    nodes = [node for node in (find_thread_node(), _process_node) if node is not None]
-    for node in nodes:
-        node.closed = True
-    _forked = _forked or bool(nodes)
-    _local.node = None
-    set_process_node(None)
-
-
-os.register_at_fork(after_in_child=_leave_the_job_to_the_parent)
-
-
-def not_initialized(message: str | None = None) -> NotInitialized:
-    """Why there is no job here, in these words unless it is for being forked."""
-    if not _forked:
-        return NotInitialized(message)
-    return NotInitialized(
-        "This process was forked from a worker, and the job's connections are not its own: make "
-        "the call in the worker itself, or start the process by spawn and let it join by init_rpc."
-    )
-
-
-def current_node() -> Node:
-    node: Node | None = getattr(_local, "node", None) or _process_node
-    if node is None:
-        raise not_initialized()
-    return node
-
-
-def find_node() -> Node | None:
-    return getattr(_local, "node", None) or _process_node
-
-
-def find_thread_node() -> Node | None:
-    """The node that the calling thread works for, if that is not the process's."""
-    return getattr(_local, "node", None)
-
-
-def set_process_node(node: Node | None) -> None:
-    global _process_node, _forked
-    _process_node = node
-    if node is not None:
-        _forked = False
-
-
-def set_thread_node(node: Node | None) -> None:
-    """Let the calling thread be (a thread of) that worker: several workers in one process."""
-    _local.node = node

@@ -411,12 +411,21 @@ class Outgoing:
             packed.tensors,
             later,
             pending.deadline,
+            packed.untracked,
         )
         if later:
             self.agent.watch.poke()
 
     def post(self, packed: Packed, note: bytes) -> None:
-        self.link.send(Kind.POST, 0, packed.meta, packed.buffers, note, packed.tensors)
+        self.link.send(
+            Kind.POST,
+            0,
+            packed.meta,
+            packed.buffers,
+            note,
+            packed.tensors,
+            untracked=packed.untracked,
+        )
 
     def attend(self) -> None:
         """See to it that replies are read although nobody may wait for them."""

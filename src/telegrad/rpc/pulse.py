@@ -12,6 +12,10 @@ send someone more than they sent), under an HMAC with a key that follows from th
 holds the random number of its question: an old one is worth nothing. A question that does not prove
 the key is not answered.
 
+A companion may be killed while its worker is well. The worker keeps the socket, so it can start
+another one that answers at the same address, and what was asked meanwhile waits there for it:
+nobody has to be told.
+
 This file is run by itself, by an interpreter that loads nothing else: a companion takes about ten
 megabytes. So it imports no other part of telegrad.
 """
@@ -25,6 +29,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 
 _WORDS = struct.Struct("<4s1sQ16sB")
 _PROOF = 32
@@ -95,34 +100,60 @@ def look_at(pid: int, born: int) -> Condition:
 
 
 class Companion:
-    """The worker's end: starts the process, ends it."""
+    """The worker's end: starts the process, again if it was killed, and ends it."""
 
     def __init__(self, host: str, key: bytes, incarnation: int, pid: int, born: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as listener:
-            listener.bind((host, 0))
-            self.address: tuple[str, int] = listener.getsockname()[:2]
-            # A session of its own: neither Ctrl-C nor Ctrl-Z of the terminal is meant for it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(listener.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(listener.fileno(),),
-                start_new_session=True,
-                env={k: v for k, v in os.environ.items() if not k.startswith("TELEGRAD")},
-            )
+        self._beginning = _BEGINNING.pack(key, incarnation, pid, born)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._listener = socket.socket(family, socket.SOCK_DGRAM)
+        try:
+            self._listener.bind((host, 0))
+            self.address: tuple[str, int] = self._listener.getsockname()[:2]
+            self._start()
+        except BaseException:
+            self._listener.close()
+            raise
+
+    def _start(self) -> None:
+        # A session of its own: neither Ctrl-C nor Ctrl-Z of the terminal is meant for it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(self._listener.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(self._listener.fileno(),),
+            start_new_session=True,
+            env={k: v for k, v in os.environ.items() if not k.startswith("TELEGRAD")},
+        )
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
-            pipe.write(_BEGINNING.pack(key, incarnation, pid, born))
+            pipe.write(self._beginning)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody answers, though somebody should. Never waits."""
+        return not self._closed and self._process.poll() is not None
+
+    def revive(self) -> None:
+        """Start another process in the place of one that has ended. Raises `OSError` if the system
+        gives none: try again later."""
+        with self._lock:
+            if self.has_ended:
+                self._start()
+
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        # Under the lock: a process that is just being started would be left behind.
+        with self._lock:
+            self._closed = True
+            self._process.kill()
+            self._process.wait()
+            self._listener.close()
 
 
 def _keep_company(listener: socket.socket, beginning: bytes) -> None:

@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from telegrad.rpc.arguments import check_bound
 from telegrad.rpc.calls import Pending, without_frames
+from telegrad.rpc.current import current_node, not_initialized
 from telegrad.rpc.errors import (
     CallTimeout,
     LostWithWorker,
@@ -20,7 +21,7 @@ from telegrad.rpc.errors import (
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.loans import take_all
 from telegrad.rpc.methods import call_parcel
-from telegrad.rpc.node import Node, current_node, not_initialized
+from telegrad.rpc.node import Node
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.passage import Passage
 from telegrad.rpc.reference_messages import (
@@ -163,19 +164,19 @@ class RRef(Generic[T]):
         """A proxy: `rref.rpc_sync().method(*args)` calls the value's method on the owner."""
         if is_dynamo_compiling():
             return _traced().MethodsOf(self, timeout, 0)
-        return _Proxy(self, timeout, _invoke_sync)
+        return Proxy(self, timeout, _invoke_sync)
 
     def rpc_async(self, timeout: float | None = None) -> Any:
         """As `rpc_sync`, but each call gives a future."""
         if is_dynamo_compiling():
             return _traced().MethodsOf(self, timeout, 1)
-        return _Proxy(self, timeout, begin_method_async)
+        return Proxy(self, timeout, begin_method_async)
 
     def remote(self, timeout: float | None = None) -> Any:
         """As `rpc_sync`, but each call gives a reference to its result."""
         if is_dynamo_compiling():
             return _traced().MethodsOf(self, timeout, 2)
-        return _Proxy(self, timeout, _invoke_remote)
+        return Proxy(self, timeout, _invoke_remote)
 
     def backward(self, context_id: int = -1, retain_graph: bool = False) -> None:
         """Run backward from the tensor behind this reference, on its owner.
@@ -313,7 +314,7 @@ def _nothing(pending: Pending) -> None:
     """The error of a value's making is kept with the value."""
 
 
-class _Proxy:
+class Proxy:
     """Turns attribute access into a call of the owner's method of that name."""
 
     __slots__ = ("_invoke", "_rref", "_timeout")
@@ -338,7 +339,7 @@ class _Proxy:
         return method
 
 
-class _Method:
+class Method:
     """What a call of an owner's method is called in errors; keeps its reference alive meanwhile."""
 
     __slots__ = ("method", "rref")
@@ -381,7 +382,7 @@ def begin_method(
     written = call_parcel(reference, name, args) if message is None and not kwargs else message
     call = (tuple(reference), name, args, kwargs or {})
     pending = node.call(owner, INVOKE, call, None, timeout, None, written, leaving)
-    pending.target = _Method(rref, name)
+    pending.target = Method(rref, name)
     return pending
 
 
@@ -416,7 +417,7 @@ def remote_method(
         rref._node, rref.owner(), call_method_of, call, None, timeout, RRef, keep, write
     )
     assert made._creation is not None
-    made._creation.target = _Method(rref, name)
+    made._creation.target = Method(rref, name)
     return made
 
 
@@ -442,7 +443,7 @@ def begin_method_async(
     rref._check_usable("a call of one of its methods")
     call = (tuple(rref._reference), name, args, kwargs)
     future = begin_async(rref._node, rref.owner(), INVOKE, call, None, timeout, message)
-    future._pending.target = _Method(rref, name)
+    future._pending.target = Method(rref, name)
     return future
 
 

@@ -4,6 +4,9 @@ Torch opens a store in C++, where no signal arrives, and does not always keep to
 was given: it waits without end for the answer of a port at which something else listens. So a
 thread opens the store, and the one that calls waits for it no longer than it was told to. A thread
 that is left behind in that way is a daemon, and waits for as long as that port does not answer.
+
+Against a file that is no store that does not help: torch looks in it for an entry that never ends,
+with the interpreter's lock in its hand. So we look at a file before torch does.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from telegrad.rpc.errors import RendezvousError
+from telegrad.rpc.store_address import check_store_address, host_of, is_unknown, unknown_host
+from telegrad.rpc.store_file import check_store_file
 from telegrad.wire.interrupts import may_be_interrupted
 
 # Where torch does keep to its time it knows better than we do why it was not enough.
@@ -33,7 +38,9 @@ def open_store(
 ) -> tuple[Store, int | None, int | None]:
     """The store that an address names, with the rank and world size that the address may know."""
     url = init_method or "env://"
-    _check_directory(url)
+    if urlsplit(url).scheme == "file":
+        check_store_file(url, Path(urlsplit(url).path), timeout)
+    check_store_address(name, url, rank, world_size)
     outcome: _Outcome = queue.SimpleQueue()
 
     def open_in_thread() -> None:
@@ -43,13 +50,18 @@ def open_store(
             outcome.put(error)
 
     threading.Thread(target=open_in_thread, name="telegrad-store", daemon=True).start()
+    found: tuple[Store, int, int] | Exception | None
     try:
         found = _await_outcome(outcome, timeout + _PATIENCE_WITH_TORCH)
     except queue.Empty:
+        found = None
+    if (found is None or isinstance(found, Exception)) and is_unknown(host_of(url)):
+        raise RendezvousError(unknown_host(name, url, host_of(url)))
+    if found is None:
         raise RendezvousError(
             f"worker {name!r} waited {timeout:g} s for the store of init_method={url!r}, which did "
             "not answer: is rank 0 running, and is it what listens there?"
-        ) from None
+        )
     if isinstance(found, Exception):
         raise RendezvousError(
             f"worker {name!r} cannot open the store of init_method={url!r}: {_advice(url, found)} "
@@ -85,33 +97,20 @@ def _open(
     return store, found_rank, found_size
 
 
-def _check_directory(url: str) -> None:
-    """Torch would wait five minutes for a missing directory to come."""
-    parts = urlsplit(url)
-    if parts.scheme != "file":
-        return
-    directory = Path(parts.path).parent
-    if not directory.is_dir():
-        raise RendezvousError(
-            f"init_method={url!r}: there is no directory {str(directory)!r}; make it, or name a "
-            "file in one that all workers see"
-        )
-
-
 def _advice(url: str, error: Exception) -> str:
     match urlsplit(url).scheme:
-        case "env":
-            return (
-                "set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, or give init_method="
-                "'tcp://host:port' or 'file:///path'"
-            )
-        case "tcp" if os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error):
-            return "something else listens at that port; give all workers another"
-        case "tcp":
-            return "are all workers running, with the same init_method and world_size?"
+        case "env" | "tcp" if _is_taken(error):
+            where = "MASTER_PORT" if url.startswith("env") else "that port"
+            return f"something else listens at {where}; give all workers another"
+        case "env" | "tcp":
+            return "are all workers running, with the same address and world_size?"
         case "file":
             return "may this user read and write the file?"
     return "give 'env://', 'tcp://host:port' or 'file:///path'"
+
+
+def _is_taken(error: Exception) -> bool:
+    return os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)
 
 
 def _first_line(error: Exception) -> str:

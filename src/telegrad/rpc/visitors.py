@@ -3,6 +3,11 @@
 Another worker connects in order to make calls (and its connection becomes an `Incoming`), to go on
 with one that broke, to give one a lane, or only to see whether somebody answers. Before that it has
 stood at the door (`reception.py`) and has proved that it knows the job's key (`meeting.py`).
+
+What a network delivers late must not count. A caller makes one attempt after the other, and numbers
+them: once a later one has been let in, an earlier one comes from a time that is over, and would put
+a dead connection in the place of the one that works; with a session that has forgotten what came by
+the other, calls would run twice.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +32,15 @@ if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 
+@dataclass
+class _Caller:
+    """Lets one worker's connections in, one at a time."""
+
+    door: threading.Lock = field(default_factory=threading.Lock)
+    latest: int = 0
+    """The latest of its attempts that was let in."""
+
+
 class Visitors:
     """Lets others in."""
 
@@ -34,6 +49,7 @@ class Visitors:
         self._node = agent.node
         self._meeting = meeting
         self._entering: set[str] = set()
+        self._callers: dict[int, _Caller] = {}
         self._ready = threading.Event()
         self.reception = Reception(agent.watch, agent.threads.run, self._greet, liveness)
 
@@ -85,16 +101,26 @@ class Visitors:
         return visitor
 
     def _receive(self, visitor: Visitor) -> None:
-        if visitor.hello.purpose == "probe":
+        hello = visitor.hello
+        if hello.purpose == "probe":
             visitor.stream.close()
-        elif visitor.hello.purpose == "resume":
-            self._resume_incoming(visitor)
-        elif visitor.hello.purpose == "lane":
-            incoming = self._agent.incoming(visitor.hello.worker_id)
-            if incoming is None or not self._agent.attach(incoming, visitor.hello.session, visitor):
+            return
+        if hello.purpose == "lane":
+            incoming = self._agent.incoming(hello.worker_id)
+            if incoming is None or not self._agent.attach(incoming, hello.session, visitor):
                 visitor.close()
-        else:
-            self._welcome(visitor)
+            return
+        caller = self._caller(hello)
+        with caller.door:
+            if caller.latest != hello.attempt:
+                visitor.close()
+            elif hello.purpose == "resume":
+                self._resume_incoming(visitor)
+            else:
+                self._welcome(visitor)
+
+    def _caller(self, hello: Hello) -> _Caller:
+        return self._callers.setdefault(hello.worker_id, _Caller())
 
     def _admit(self, session: list[str], hello: Hello) -> Refuse | int:
         """Whether a worker that proved the key may enter; and what we have seen of its session.
@@ -127,13 +153,27 @@ class Visitors:
             if present is None or not hello.session or present.link.name != hello.session:
                 return Refuse(f"worker {self._node.info.name!r} has no such connection")
             return 0
+        if hello.purpose == "resume":
+            self._await_entry(hello.session)
+        caller = self._caller(hello)
+        with caller.door:
+            if hello.attempt <= caller.latest:
+                return Refuse(f"worker {hello.worker!r} has come by a later connection meanwhile")
+            seen = self._resumable(hello) if hello.purpose == "resume" else 0
+            if isinstance(seen, int):
+                caller.latest = hello.attempt
         if hello.purpose != "resume":
             session.append(hello.session)
             with self._agent.silence:
                 self._entering.add(hello.session)
-            return 0
+        return seen
+
+    def _await_entry(self, session: str) -> None:
         with self._agent.silence:
-            self._agent.silence.wait_for(lambda: hello.session not in self._entering, PATIENCE / 2)
+            self._agent.silence.wait_for(lambda: session not in self._entering, PATIENCE / 2)
+
+    def _resumable(self, hello: Hello) -> Refuse | int:
+        """What we have seen of a session that is to go on. No more of it is read until it does."""
         incoming = self._agent.incoming(hello.worker_id)
         if incoming is None or incoming.session != hello.session:
             return Refuse(f"worker {self._node.info.name!r} knows nothing of that session")

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from telegrad.rpc.node import current_node
+from telegrad.rpc.arguments import check_whole
+from telegrad.rpc.current import current_node
 
 
 def seeds(count: int, first: int = 0) -> Iterator[int]:
@@ -18,11 +19,27 @@ def seeds(count: int, first: int = 0) -> Iterator[int]:
     >>> list(seeds(3))
     [0, 1, 2]
     """
-    only = os.environ.get("TELEGRAD_SEED")
+    check_whole("count", count, least=1)
+    check_whole("first", first)
+    only = _number_from("TELEGRAD_SEED")
     if only is not None:
-        yield int(only)
-        return
-    yield from range(first, first + int(os.environ.get("TELEGRAD_SEEDS", count)))
+        return iter([only])
+    asked = _number_from("TELEGRAD_SEEDS")
+    if asked is not None:
+        # A test that tries no seed at all would pass.
+        check_whole("TELEGRAD_SEEDS", asked, least=1)
+        count = asked
+    return iter(range(first, first + count))
+
+
+def _number_from(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        raise ValueError(
+            f"{variable}={text!r} is in the environment: give a whole number"
+        ) from None
 
 
 def now() -> float:

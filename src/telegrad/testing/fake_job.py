@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from telegrad.mesh.torch_private import begin_world
+from telegrad.rpc.arguments import check_whole
 from telegrad.rpc.errors import TelegradError
 from telegrad.testing.simulation import simulate
 
@@ -50,6 +51,8 @@ def fake_job(size: int, *, rank: int = 0) -> Iterator[FakeJob]:
     In this block `torch.distributed` has a process group of that size, in which this process is
     `rank`. Collectives return at once; what they return is of the right shape, and nothing else.
     """
+    check_whole("size", size, least=1)
+    check_whole("rank", rank)
     if not 0 <= rank < size:
         raise ValueError(f"A job of {size} workers has no rank {rank}: the last is {size - 1}.")
     if dist.is_initialized():

@@ -10,7 +10,12 @@ above must not notice. Kills and long cuts they do notice.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+
+from telegrad.rpc.arguments import check_whole
+
+BACKWARD = "autograd.pass"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,27 @@ class Moment:
             raise ValueError("Say when a fault strikes: one of at=, during= or after=.")
         if self.nth is not None and self.during is None:
             raise ValueError("nth= counts the messages of during=, which is missing.")
+        for name in ("at", "nth"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least=1)
+        if self.after is not None:
+            _check_time("after", self.after)
+        if self.during is not None and (not isinstance(self.during, str) or not self.during):
+            raise ValueError(f"during={self.during!r}: give a part of the label of a message.")
+
+    def __str__(self) -> str:
+        ways = ("at", "during", "nth", "after")
+        said = [(way, getattr(self, way)) for way in ways]
+        return ", ".join(f"{way}={value!r}" for way, value in said if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
     worker: str
     moment: Moment
+
+    def __str__(self) -> str:
+        return f"kill({self.worker!r}, {self.moment})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +62,15 @@ class Cut:
     other: str
     moment: Moment
     lasting: float | None
+
+    def __post_init__(self) -> None:
+        if self.one == self.other:
+            raise ValueError(f"Worker {self.one!r} has no connection to itself: cut needs two.")
+        if self.lasting is not None:
+            _check_time("lasting", self.lasting)
+
+    def __str__(self) -> str:
+        return f"cut({self.one!r}, {self.other!r}, {self.moment})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +97,11 @@ class Faults:
 
     def __post_init__(self) -> None:
         for name in ("drop", "duplicate", "reorder"):
-            chance = getattr(self, name)
-            if not 0.0 <= chance < 1.0:
-                raise ValueError(f"{name} is a chance and must be in [0, 1), but is {chance}.")
-        for name in ("delay", "resend", "detect", "liveness"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is a time and must not be negative.")
+            _check_chance(name, getattr(self, name))
+        for name in ("delay", "resend", "detect"):
+            _check_time(name, getattr(self, name))
+        if self.liveness != math.inf:
+            _check_time("liveness", self.liveness)
 
     def kill(
         self,
@@ -107,5 +135,18 @@ class Faults:
         return replace(self, cuts=(*self.cuts, Cut(one, other, moment, lasting)))
 
 
+def _check_chance(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name} is a chance and must be in [0, 1), but is {value!r}.")
+
+
+def _check_time(name: str, value: object) -> None:
+    """A fault that strikes at no time would be none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(
+            f"{name} is a time in seconds and must not be negative or endless, but is {value!r}."
+        )
+
+
 def _topic(during: str | None) -> str | None:
-    return "autograd.pass" if during == "backward" else during
+    return BACKWARD if during == "backward" else during

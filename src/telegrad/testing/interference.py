@@ -18,6 +18,7 @@ So a worker that is not, pays nothing.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,10 +27,12 @@ from functools import partial
 from typing import Any
 
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.arguments import check_whole
 from telegrad.rpc.calls import Late, Pending, describe_target
 from telegrad.rpc.crossing import Scope
+from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import TelegradError, WorkerLost
-from telegrad.rpc.node import Node, current_node
+from telegrad.rpc.node import Node
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import Packed
 from telegrad.wire.parcel import Parcel
@@ -73,6 +76,8 @@ class Lose:
 
     def __post_init__(self) -> None:
         _check(self.which)
+        if self.times is not None:
+            check_whole("times", self.times, least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,9 @@ class Delay:
 
     def __post_init__(self) -> None:
         _check(self.which)
-        if not self.seconds >= 0:
-            raise ValueError(f"A message cannot be {self.seconds} seconds late.")
+        is_number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool)
+        if not is_number or not 0 <= self.seconds < math.inf:
+            raise ValueError(f"A message cannot be {self.seconds!r} seconds late.")
 
 
 def _check(which: Which) -> None:

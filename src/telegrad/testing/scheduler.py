@@ -40,7 +40,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
-from telegrad.rpc.node import Node, set_thread_node
+from telegrad.rpc.current import set_thread_node
+from telegrad.rpc.node import Node
 from telegrad.rpc.runtime import Threads
 from telegrad.testing.trace import Event
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telegrad.rpc import failures
+from telegrad.rpc.arguments import check_bound, check_whole
 from telegrad.rpc.members import Member, Members
 from telegrad.rpc.node import DEFAULT_TIMEOUT
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.testing.coroutines import SimulatedCoroutines
-from telegrad.testing.faults import Cut, Faults, Kill, Moment
+from telegrad.testing.faults import BACKWARD, Cut, Faults, Kill, Moment
 from telegrad.testing.futures import futures_wait_in
 from telegrad.testing.network import Network
 from telegrad.testing.runtime import SimulatedRuntime
@@ -96,6 +97,8 @@ class _Trigger:
         self._strike = strike
         self._left = moment.nth or scheduler.random.randint(1, 8)
         self._struck = False
+        self.never_came = moment.during is not None
+        """No message has had what `during` says in its label."""
         if moment.after is not None:
             scheduler.at(moment.after, strike)
 
@@ -106,6 +109,7 @@ class _Trigger:
         if moment.during is not None:
             if moment.during not in label:
                 return
+            self.never_came = False
             self._left -= 1
             self._struck = self._left == 0
         else:
@@ -192,6 +196,20 @@ class _Job:
         self.messages += 1
         for trigger in self._triggers:
             trigger.sent(self.messages, label)
+
+    def check_that_faults_made_sense(self) -> None:
+        """A fault that names what the program never does was not tested, and a test that believes
+        so would pass. If something else went wrong, that may be why it was not done."""
+        if self.errors or any(event.what in ("dies", "cut") for event in self.scheduler.trace):
+            return
+        faults: tuple[Kill | Cut, ...] = (*self.faults.kills, *self.faults.cuts)
+        for fault, trigger in zip(faults, self._triggers, strict=True):
+            # That one cannot be misspelt, and programs drawn at random may do without it.
+            if trigger.never_came and fault.moment.during != BACKWARD:
+                raise ValueError(
+                    f"Faults().{fault} never struck: none of the {self.messages} messages of the "
+                    f"run has {fault.moment.during!r} in its label. Result.trace has their labels."
+                )
 
     def _kill_trigger(self, kill: Kill) -> _Trigger:
         worker = self._named(kill.worker)
@@ -334,7 +352,14 @@ def simulate(
     and what it left behind has `drain` to come to rest. All are seconds of virtual time. A run
     that cannot end raises `SimulationFailed`, which says who waits for what.
     """
+    _check_workers(workers)
     mains = main if isinstance(main, Mapping) else {workers[0]: main}
+    _check_mains(mains)
+    _check_allowed(allow)
+    check_whole("seed", seed)
+    check_bound("timeout", timeout)
+    check_bound("deadline", deadline)
+    check_bound("drain", drain)
     job = _Job(workers, seed, faults or Faults(), timeout, _Limits(deadline, drain))
     with _collected_on_purpose(), futures_wait_in(job.scheduler), _errors_reported_to(job):
         job.start(mains)
@@ -342,6 +367,7 @@ def simulate(
         _await_end(job)
         job.close()
     _raise_failure(job, allow)
+    job.check_that_faults_made_sense()
     return Result(
         seed,
         job.values,
@@ -352,6 +378,34 @@ def simulate(
         tuple(job.scheduler.trace),
         next(iter(mains)),
     )
+
+
+def _check_workers(workers: object) -> None:
+    if isinstance(workers, str) or not isinstance(workers, Sequence) or not workers:
+        raise TypeError(f"workers={workers!r}: give a list of names, of at least one worker")
+    for name in workers:
+        WorkerInfo(name, 0)
+        if workers.count(name) > 1:
+            raise ValueError(
+                f"the worker name {name!r} is given twice: each worker needs a name of its own"
+            )
+
+
+def _check_mains(mains: Mapping[str, Main]) -> None:
+    if not mains:
+        raise ValueError("main={}: give a function for at least one worker, or nothing runs")
+    for name, main in mains.items():
+        if not callable(main):
+            raise TypeError(
+                f"what is to run on worker {name!r} is {main!r}, which cannot be called: give a "
+                "function"
+            )
+
+
+def _check_allowed(allow: object) -> None:
+    for each in allow if isinstance(allow, tuple) else (allow,):
+        if not isinstance(each, type) or not issubclass(each, BaseException):
+            raise TypeError(f"allow={allow!r}: give a class of errors, or a tuple of them")
 
 
 def _raise_failure(job: _Job, allow: type[BaseException] | tuple[type[BaseException], ...]) -> None:

@@ -5,10 +5,9 @@ directory, which only its owner may enter: on the way to a socket the kernel ask
 that, and the mode of the socket file alone is not honoured everywhere.
 
 TCP and silence. A peer whose host vanished sends no end-of-file. Keepalive finds that out while the
-connection is idle; while data is under way only TCP_USER_TIMEOUT does, for retransmission goes on
-for many minutes. But the kernel applies that timeout also to a peer that lives and does not read:
-once its window has been closed for so long, the connection is cut. So `silence` must be longer than
-a worker may go without reading.
+connection is idle, and `stream.unheard` while data is under way, as retransmission goes on for many
+minutes. TCP_USER_TIMEOUT would do both, but the kernel applies it also to a peer that lives and
+does not read: a worker that computes for longer would be cut off.
 
 TCP buffers are left to the kernel, which grows them with the path up to a larger size than a
 process may ask for. Those of Unix sockets do not grow, so they are set.
@@ -134,7 +133,7 @@ def connect(
 ) -> socket.socket:
     """A connected, blocking socket; raises `Unreachable` with a sentence.
 
-    `silence` is how long a TCP peer may leave data unacknowledged before it counts as lost.
+    `silence` is how long an idle TCP peer may leave questions whether it is there unanswered.
     """
     try:
         if isinstance(address, UnixAddress):
@@ -159,7 +158,6 @@ def prepare(sock: socket.socket, *, silence: float | None = DEFAULT_SILENCE) -> 
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     if silence is not None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, min(127, round(silence))))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(silence * 1000)))
 
 
 def private_directory(prefix: str) -> Path:

@@ -70,7 +70,8 @@ def pack(obj: Any, scope: object = None, trust: Trust = Trust.CODE) -> Packed:
             return quick
         encoder = write_tree(obj, scope, trust)
         if not encoder.tensors and encoder.pickler is None:
-            packed = Packed(_NO_TABLE + encoder.out, [], encoder.buffers)
+            buffers = encoder.buffers
+            packed = Packed(_NO_TABLE + encoder.out, [], buffers, len(buffers))
         else:
             packed = _with_table(encoder)
     except Refusal as refusal:
@@ -95,7 +96,8 @@ def _with_table(encoder: Encoder) -> Packed:
     buffers: list[memoryview] = []
     write_table(encoder.tensors, head, buffers)
     buffers += encoder.buffers
-    return Packed(b"".join((head, encoder.out, pickled)), encoder.tensors, buffers)
+    meta = b"".join((head, encoder.out, pickled))
+    return Packed(meta, encoder.tensors, buffers, len(encoder.buffers))
 
 
 def _too_large(obj: object, size: int) -> Unpackable:
@@ -120,6 +122,10 @@ def unpack(
     `arrive` is given the tensors before anything refers to them, and gives those to use instead.
     Raises `CodecError` for whatever is wrong with the message, and what `arrive` raises.
     """
+    if torch.is_inference_mode_enabled():
+        # What arrives is the same whichever thread reads it: one that waits may be in that mode.
+        with torch.inference_mode(False):
+            return unpack(meta, buffers, scope, trust, limits, arrive)
     if len(meta) > limits.meta:
         raise CodecError(f"{len(meta)} bytes of metadata pass the limit of {limits.meta}")
     data = meta if type(meta) is bytes else bytes(meta)

@@ -137,6 +137,11 @@ class Connection:
         if group is not None:
             group.close()
 
+    def unheard(self) -> float:
+        """Seconds for which the other host has not acknowledged what it was sent."""
+        lane = self._lane
+        return max(self.stream.unheard(), 0.0 if lane is None else lane.unheard())
+
     def _break_with(self, beside: TensorGroup | Lane) -> None:
         """What is beside a stream failed: if it is this stream, it has to be made anew with it."""
         with self._lock:

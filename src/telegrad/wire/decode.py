@@ -4,8 +4,8 @@
 - Containers nest to a limit; unknown tags and bytes behind the end are refused.
 - `Trust.DATA` imports nothing and unpickles nothing: `NAMED` looks into what was exported,
   `OPAQUE` is refused, and attributes are set past all descriptors.
-- A tuple met before is refused inside of what will be hashed (see `encode`), and what a hash may
-  cost is bounded (see `hashing`).
+- A tuple met before is refused inside of what will be hashed (see `encode`), and what hashing and
+  comparing may cost is bounded (see `hashing`).
 
 Objects are numbered at the very points where the encoder numbers them.
 """
@@ -18,9 +18,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from telegrad.wire.classes import dataclass_fields
 from telegrad.wire.errors import CodecError
-from telegrad.wire.hashing import LARGE, check_hashes, hashed_objects
+from telegrad.wire.hashing import steps_to_fill, steps_to_hash
 from telegrad.wire.layouts import DTYPES
 from telegrad.wire.opaque import TreeUnpickler
 from telegrad.wire.parcel import Parcel
@@ -28,8 +27,9 @@ from telegrad.wire.primitives import ByteBuffer, Reader
 from telegrad.wire.tags import LAYOUTS, MEMORY_FORMATS, Tag
 from telegrad.wire.trust import Limits, Trust
 
-_HASHED_OBJECTS = 1 << 14
-_HASHED_OBJECTS_PER_BYTE = 16
+# Of hashing and comparing.
+_STEPS = 1 << 14
+_STEPS_PER_BYTE = 16
 
 _INT = Struct("<q")
 _FLOAT = Struct("<d")
@@ -40,11 +40,11 @@ class Decoder(Reader):
     __slots__ = (
         "depth",
         "hashed",
-        "hashing",
         "limits",
         "objects",
         "pickled",
         "scope",
+        "steps",
         "tensors",
         "trust",
         "unpickler",
@@ -71,7 +71,7 @@ class Decoder(Reader):
         self.limits = limits
         self.depth = 0
         self.hashed = 0
-        self.hashing = 0
+        self.steps = 0
 
     def value(self) -> Any:
         position = self.position
@@ -82,15 +82,18 @@ class Decoder(Reader):
         self.hashed += 1
         value = self.value()
         self.hashed -= 1
-        if type(value) is not str:
-            self.about_to_hash(value)
         return value
 
-    def about_to_hash(self, value: Any) -> None:
-        """Refuse what takes longer to hash than a message of this length may ask for."""
-        if isinstance(value, tuple) or dataclass_fields(type(value)) is not None:
-            room = _HASHED_OBJECTS + _HASHED_OBJECTS_PER_BYTE * len(self.data)
-            self.hashing += hashed_objects(value, room - self.hashing)
+    def about_to_fill(self, keys: list[Any]) -> None:
+        """Refuse what takes longer to hash and compare than a message of this length may ask for.
+
+        The hashes of strings follow from a secret of this process: none are made to collide.
+        """
+        others = [key for key in keys if type(key) is not str]
+        if others:
+            room = _STEPS + _STEPS_PER_BYTE * len(self.data)
+            self.steps += steps_to_hash(others, room - self.steps)
+            self.steps += steps_to_fill(others, room - self.steps)
 
     def items(self) -> list[Any]:
         data, limits = self.data, self.limits
@@ -238,31 +241,18 @@ def _dict(d: Decoder) -> dict[Any, Any]:
         return value
     count = d.count(d.limits.items, "elements")
     d.descend()
-    if count > LARGE:
-        _fill_large_dict(d, value, count)
-    else:
-        for _ in range(count):
-            key = d.key()
-            value[key] = d.value()
-    d.depth -= 1
-    return value
-
-
-def _fill_large_dict(d: Decoder, value: dict[Any, Any], count: int) -> None:
     items = [(d.key(), d.value()) for _ in range(count)]
-    check_hashes([key for key, _ in items])
+    d.depth -= 1
+    d.about_to_fill([key for key, _ in items])
     value.update(items)
+    return value
 
 
 def _read_elements(d: Decoder) -> list[Any]:
     d.hashed += 1
     items = d.items()
     d.hashed -= 1
-    for item in items:
-        if type(item) is not str:
-            d.about_to_hash(item)
-    if len(items) > LARGE:
-        check_hashes(items)
+    d.about_to_fill(items)
     return items
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from telegrad.wire.classes import dataclass_fields, is_namedtuple
 from telegrad.wire.decode import Decoder, register
 from telegrad.wire.errors import CodecError
+from telegrad.wire.flags import combination
 from telegrad.wire.names import EXTENSIONS_BY_NAME, object_named
 from telegrad.wire.opaque import TreeUnpickler
 from telegrad.wire.tags import Tag
@@ -31,7 +32,17 @@ def _method(d: Decoder) -> Any:
     function, self = d.items()
     if not callable(function):
         raise CodecError(f"a method's function is a {type(function).__qualname__}")
+    _check_methods_inside(function, d.limits.depth)
     return d.numbered(MethodType(function, self))
+
+
+def _check_methods_inside(function: object, at_most: int) -> None:
+    """A method may be the function of another. Python lets go of such a chain by recursion."""
+    for _ in range(at_most):
+        if not isinstance(function, MethodType):
+            return
+        function = function.__func__
+    raise CodecError(f"a method is bound more than {at_most} times")
 
 
 def _read_class(d: Decoder) -> type:
@@ -101,7 +112,7 @@ def _enum_value(d: Decoder) -> Enum:
         raise CodecError(
             f"flags of {cls.__qualname__} are combined to a {type(value).__qualname__}"
         )
-    return cls(value)
+    return combination(cls, value) if d.trust is Trust.DATA else cls(value)
 
 
 def _extension(d: Decoder) -> Any:

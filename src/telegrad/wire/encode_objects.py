@@ -6,7 +6,7 @@ methods are a function and a self. Extensions travel as what they reduce to. The
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, Flag
 from types import (
     BuiltinFunctionType,
     ClassMethodDescriptorType,
@@ -26,6 +26,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from telegrad.wire.classes import dataclass_fields, is_namedtuple
 from telegrad.wire.encode import WRITERS, Encoder, Writer, write_items
 from telegrad.wire.errors import Refusal
+from telegrad.wire.flags import is_declared
 from telegrad.wire.names import EXTENSIONS, name_of
 from telegrad.wire.opaque import TreePickler
 from telegrad.wire.primitives import write_size, write_text
@@ -110,12 +111,23 @@ def _enum(e: Encoder, obj: Enum) -> None:
     cls = type(obj)
     # A combination of flags is no member and has only a value.
     is_member = cls.__members__.get(obj.name) is obj
+    if not is_member and e.trust is Trust.DATA:
+        _check_combination(obj)
     e.out.append(Tag.ENUM if is_member else Tag.ENUM_VALUE)
     _named(e, cls)
     if is_member:
         write_text(e.out, obj.name)
     else:
         e.value(obj.value)
+
+
+def _check_combination(obj: Enum) -> None:
+    if not isinstance(obj, Flag) or not is_declared(type(obj), obj.value):
+        raise Refusal(
+            obj,
+            f"{type(obj).__qualname__} does not declare it, and this job takes no other flags; "
+            "send its value",
+        )
 
 
 def _extension(e: Encoder, obj: Any) -> None:

@@ -91,6 +91,8 @@ class Hello:
     torch: str
     protocol: int
     purpose: str
+    attempt: int
+    """Grows with each connection that its worker tries to make: of two, the later one counts."""
 
 
 @dataclass(frozen=True)

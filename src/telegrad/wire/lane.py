@@ -256,6 +256,9 @@ class Lane:
         self.close()
         broke()
 
+    def unheard(self) -> float:
+        return self._stream.unheard()
+
     def close(self) -> None:
         """Give the lane up; who waits for it comes back. Any thread may, more than once.
 

@@ -74,6 +74,9 @@ class Layout:
     """Bytes of the elements, those of expanded dimensions counted once."""
     extent: int
     """Bytes from the first element in memory to the end of the last; what a buffer must hold."""
+    dense: bool
+    """Whether no dimension is expanded and the extent has room for all elements: a copy takes no
+    more memory."""
     sparse: bool
     """Whether most of the extent is not the tensor's, and a compact copy would be as good."""
 
@@ -170,6 +173,7 @@ def _worked_out(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, 
         nbytes=count * item,
         distinct=distinct,
         extent=extent,
+        dense=count * item <= min(distinct, extent),
         sparse=extent > max(2 * distinct, _SMALL_EXTENT) and _lie_apart(shape, strides),
     )
 

@@ -54,6 +54,9 @@ class Packed(NamedTuple):
     """The tensors of the message in table order, as the caller holds them."""
     buffers: list[memoryview]
     """C-contiguous bytes to be sent behind the metadata, none of them empty."""
+    untracked: int = 0
+    """So many of the buffers, the last ones, are of other objects: those have no version counter
+    that would tell later whether they were changed."""
 
 
 def quick_pack(obj: Any, trust: Trust) -> Packed | None:

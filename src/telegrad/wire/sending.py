@@ -5,6 +5,9 @@ shared memory, or inline, whichever there is first. Shared memory is copied to; 
 the frame refers to the tensor's own memory, and `send` stays until that has been handed over: when
 it returns, the caller may change its tensors.
 
+What is kept for a resend has to be what was sent. A tensor's version counter tells whether it was
+changed since (`connection.Borrowed`); what nobody could tell that of is copied before it is kept.
+
 A frame whose large tensors travel beside the stream is kept for a resend in another shape, with all
 of them inline: what is beside a stream breaks with it.
 """
@@ -17,6 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from telegrad.wire import interrupts
@@ -39,6 +43,13 @@ class Message(NamedTuple):
     buffers: Sequence[memoryview]
     tensors: Sequence[Tensor]
     note: bytes
+    untracked: int = 0
+    """So many of the buffers, the last ones, have no version counter."""
+
+    def trackable(self) -> Message:
+        """As it may be kept."""
+        buffers, tensors = _trackable(self.buffers, self.tensors, self.untracked)
+        return self._replace(buffers=buffers, tensors=tensors, untracked=0)
 
     def head(self, rows: Sequence[tuple[int, int]], seq: int, ack: int, inline: int) -> bytes:
         return head_of(self.kind, self.call_id, self.meta, self.note, rows, seq, ack, inline)
@@ -63,8 +74,10 @@ class Sending(Outbox):
         tensors: Sequence[Tensor] = (),
         later: bool = False,
         deadline: float = math.inf,
+        untracked: int = 0,
     ) -> None:
-        """Send one frame. `later`: leave it on the queue for the next send or flush.
+        """Send one frame. `later`: leave it on the queue for the next send or flush. `untracked`:
+        so many of the buffers, the last ones, are no tensors'.
 
         At the `deadline` (of `time.monotonic`) it returns although the peer does not read: the rest
         of the frame, copied, stays on the queue.
@@ -72,7 +85,7 @@ class Sending(Outbox):
         if buffers and (
             self._lane is not None or self.widen is not None or self._group is not None
         ):
-            message = Message(kind, call_id, meta, *_trackable(buffers, tensors), note)
+            message = Message(kind, call_id, meta, buffers, tensors, note, untracked)
             if self._send_by_group(message, deadline) or self._send_by_lane(message, deadline):
                 return
         rows: list[int] = []
@@ -90,7 +103,8 @@ class Sending(Outbox):
         counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
         own_memory = total <= SMALL_FRAME or not inline
         if not own_memory:
-            inline, tensors = _trackable(inline, tensors)
+            placed = rows[1::2][len(buffers) - untracked :]
+            inline, tensors = _trackable(inline, tensors, placed.count(INLINE))
         # What fails from here on must not: a number that is given and not kept ends the session.
         with self._lock:
             if self.closed:
@@ -154,6 +168,7 @@ class Sending(Outbox):
         group = self._group
         if group is None or not group.carries(message.buffers):
             return False
+        message = message.trackable()
         try:
             with group.order:
                 rows, inline, transfers = group.begin(message.buffers)
@@ -179,6 +194,7 @@ class Sending(Outbox):
         if lane is None or not lane.is_ready:
             self._ask_for_lane()
             return False
+        message = message.trackable()
         rows, inline, beside = cut(message.buffers)
         with self._lock:
             if not self._has_beside(lane):
@@ -239,13 +255,26 @@ class Sending(Outbox):
 
 
 def _trackable(
-    buffers: Sequence[memoryview], tensors: Sequence[Tensor]
+    buffers: Sequence[memoryview], tensors: Sequence[Tensor], untracked: int
 ) -> tuple[Sequence[memoryview], Sequence[Tensor]]:
-    """Buffers to be sent, and the tensors whose memory they are. Nobody could tell whether a tensor
-    of inference mode was changed since: then copies are sent."""
+    """Buffers to be sent, and the tensors whose memory they are, but for the last `untracked`.
+
+    Nobody could tell whether a tensor of inference mode was changed since, nor an array of numpy or
+    a bytearray: then copies are sent. Tensors with a version counter are never copied.
+    """
+    first = len(buffers) - untracked
     if any(map(Tensor.is_inference, tensors)):
-        return [memoryview(bytearray(buffer)) for buffer in buffers], ()
-    return buffers, tensors
+        first, tensors = 0, ()
+    if first == len(buffers):
+        return buffers, tensors
+    return [*buffers[:first], *map(_settled, buffers[first:])], tensors
+
+
+def _settled(buffer: memoryview) -> memoryview:
+    """Bytes that stay as they are. Not all that is read-only does: its owner may have another view
+    of the same memory, to write to."""
+    # numpy copies without the interpreter's lock.
+    return buffer if isinstance(buffer.obj, bytes) else np.array(buffer).data
 
 
 def _versions(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, int], ...]:

@@ -32,6 +32,8 @@ from telegrad.wire.lookout import Lookout
 DO_NOT_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_PARTS = os.sysconf("SC_IOV_MAX")
 _TIMEVAL = struct.Struct("@ll")
+_TCP_INFO = struct.Struct("@24xI28xI")
+"""Of `struct tcp_info`: segments that are not acknowledged, and since when nothing was."""
 SHORT = 1 << 13
 _send_at_once = ctypes.PyDLL(None).send
 _send_at_once.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
@@ -69,6 +71,9 @@ class Stream(Protocol):
 
     def pending(self) -> int:
         """More than 0 if a read may give bytes although the descriptor is not readable."""
+
+    def unheard(self) -> float:
+        """Seconds for which the other host has not acknowledged what it was sent."""
 
     def fileno(self) -> int:
         """The descriptor, for poll."""
@@ -128,6 +133,9 @@ class PlainStream:
     def pending(self) -> int:
         return 0
 
+    def unheard(self) -> float:
+        return unheard(self._socket)
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -152,6 +160,21 @@ def wait_writable(sock: socket.socket, timeout: float | None) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLOUT)
     return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+
+def unheard(sock: socket.socket) -> float:
+    """Seconds for which the other host has not acknowledged what it was sent; 0 if it has all.
+
+    A peer that does not read acknowledges all the same, if only that it has no room.
+    """
+    if sock.family == socket.AF_UNIX:
+        return 0.0
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return 0.0
+    unacknowledged, milliseconds = _TCP_INFO.unpack(info)
+    return milliseconds / 1000 if unacknowledged else 0.0
 
 
 def shut_down(sock: socket.socket) -> None:

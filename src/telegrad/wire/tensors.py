@@ -14,6 +14,10 @@ Three rules decide what becomes a buffer.
 On arrival nothing may be read outside of a buffer. A layout knows how far it extends from its
 first element (`Layout.extent`); a tensor is built only after this was compared with its buffer.
 
+A sparse or quantized tensor is composed of dense ones, its parts, and torch copies some of them
+when it is made. So a part takes no more bytes than came for it: none is expanded. Whoever sends
+such a tensor writes out what was expanded.
+
 What does not travel: `.grad`, hooks, Python attributes of a tensor. A tensor that requires grad
 arrives as a leaf that requires grad; autograd replaces those that were not leaves.
 """
@@ -59,6 +63,7 @@ _STRIDED = torch.strided
 _INTEGERS = {
     dtype.itemsize: dtype for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
 }
+_QUANTIZED_AS = (torch.uint8, torch.int8, torch.int32)
 _ROWS_FIRST = (torch.sparse_csr, torch.sparse_bsr)
 _SCALE = Struct("<dq")
 
@@ -188,9 +193,7 @@ def _compacted(tensor: torch.Tensor) -> torch.Tensor:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
-    # As integers, because torch cannot copy some of its smallest types.
-    same_size = _INTEGERS.get(tensor.itemsize, tensor.dtype)
-    return tensor.view(same_size).contiguous().view(tensor.dtype).expand(shape)
+    return _written_out(tensor).expand(shape)
 
 
 def _write_shared(
@@ -318,7 +321,25 @@ def _write_sparse(
     for length in tensor.shape:
         write_size(out, length)
     for part in parts:
-        _write_record(part, out, buffers)
+        _write_part(part, out, buffers)
+
+
+def _write_part(part: torch.Tensor, out: bytearray, buffers: list[memoryview]) -> None:
+    if not part.is_meta:
+        part = _settled(part)
+        layout = layout_of(part)
+        if not holds(part, layout):
+            raise _shrunk(part)
+        if not layout.dense:
+            part = _written_out(part)
+    _write_record(part, out, buffers)
+
+
+def _written_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, in which expanded dimensions have elements of their own."""
+    # As integers, because torch cannot copy some of its smallest types.
+    same_size = _INTEGERS.get(tensor.itemsize, tensor.dtype)
+    return tensor.view(same_size).contiguous().view(tensor.dtype)
 
 
 def _write_quantized(
@@ -334,11 +355,11 @@ def _write_quantized(
     elif tensor.qscheme() is torch.per_channel_affine:
         out.append(_QUANTIZED_BY_CHANNEL | flags)
         out.append(tensor.q_per_channel_axis())
-        _write_record(tensor.q_per_channel_scales(), out, buffers)
-        _write_record(tensor.q_per_channel_zero_points(), out, buffers)
+        _write_part(tensor.q_per_channel_scales(), out, buffers)
+        _write_part(tensor.q_per_channel_zero_points(), out, buffers)
     else:
         raise ValueError(f"its scheme is {tensor.qscheme()}; dequantize it first")
-    _write_record(tensor.int_repr(), out, buffers)
+    _write_part(tensor.int_repr(), out, buffers)
 
 
 def read_table(reader: Reader, count: int, limits: Limits) -> list[torch.Tensor]:
@@ -357,7 +378,8 @@ def _read_record(
         if not first:
             return tensor
     elif kind <= _META:
-        tensor = _read_dense(reader, limits, storages)
+        reader.position += 1
+        tensor = _read_dense(kind, read_layout(reader, limits.dims), reader, limits, storages)
     else:
         reader.position += 1
         tensor = _read_composed(kind, reader, limits)
@@ -367,13 +389,12 @@ def _read_record(
 
 
 def _read_dense(
-    reader: Reader, limits: Limits, storages: dict[tuple[int, str], torch.UntypedStorage]
+    kind: int,
+    layout: Layout,
+    reader: Reader,
+    limits: Limits,
+    storages: dict[tuple[int, str], torch.UntypedStorage],
 ) -> torch.Tensor:
-    kind = reader.data[reader.position] & ~_FLAGS
-    reader.position += 1
-    layout = read_layout(reader, limits.dims)
-    if kind == _WHOLE:
-        return _read_whole(layout, reader)
     if layout.nbytes > limits.tensor_bytes:
         raise CodecError(
             f"a tensor of shape {layout.shape} stands for {layout.nbytes} bytes, more than the "
@@ -381,9 +402,7 @@ def _read_dense(
         )
     if kind == _STRETCH:
         return _read_stretch(layout, reader, storages)
-    if kind == _META:
-        return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
-    raise CodecError(f"a part of a composed tensor is of the unknown kind {kind}")
+    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
 
 
 def _read_whole(layout: Layout, reader: Reader) -> torch.Tensor:
@@ -427,28 +446,54 @@ def _storage_over(buffer: ByteBuffer, device: str) -> torch.UntypedStorage:
 
 
 def _read_composed(kind: int, reader: Reader, limits: Limits) -> torch.Tensor:
-    def part() -> torch.Tensor:
-        # Nobody else may have the memory of indices: they are checked once and believed for ever.
-        return _read_dense(reader, limits, {})
+    def part(*dtypes: torch.dtype) -> torch.Tensor:
+        return _read_part(reader, limits, dtypes)
 
     if kind == _COO:
         coalesced, size = bool(reader.size()), _read_shape(reader, limits)
         return torch.sparse_coo_tensor(
-            part(), part(), size, is_coalesced=coalesced, check_invariants=True
+            part(torch.int64), part(), size, is_coalesced=coalesced, check_invariants=True
         )
     if kind == _COMPRESSED:
         layout, size = _COMPRESSED_LAYOUTS[reader.size()], _read_shape(reader, limits)
+        compressed, plain = part(torch.int32, torch.int64), part(torch.int32, torch.int64)
         return torch.sparse_compressed_tensor(
-            part(), part(), part(), size, layout=layout, check_invariants=True
+            compressed, plain, part(), size, layout=layout, check_invariants=True
         )
     if kind == _QUANTIZED:
         scale, zero_point = _SCALE.unpack(reader.take(_SCALE.size))
-        numbers = part()
+        numbers = part(*_QUANTIZED_AS)
         _check_scale(numbers.dtype, scale, zero_point, zero_point)
         return torch_private.quantized(numbers, scale, zero_point)
     if kind == _QUANTIZED_BY_CHANNEL:
-        return _by_channel(reader.size(), part(), part(), part())
+        axis = reader.size()
+        scales, zero_points = part(torch.float64), part(torch.int64)
+        return _by_channel(axis, scales, zero_points, part(*_QUANTIZED_AS))
     raise CodecError(f"a tensor is of the unknown kind {kind}")
+
+
+def _read_part(reader: Reader, limits: Limits, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    """A dense tensor of one of these types, or of any if none is named.
+
+    What torch would convert or copy into more memory than came for it is refused.
+    """
+    kind = reader.take(1)[0] & ~_FLAGS
+    layout = read_layout(reader, limits.dims)
+    if dtypes and layout.dtype not in dtypes:
+        raise CodecError(
+            f"a part of a composed tensor is of {layout.dtype}, where torch has "
+            + " or ".join(map(str, dtypes))
+        )
+    if kind == _WHOLE:
+        return _read_whole(layout, reader)
+    if kind > _META:
+        raise CodecError(f"a part of a composed tensor is of the unknown kind {kind}")
+    if kind == _STRETCH and not layout.dense:
+        raise CodecError(
+            f"a part of a composed tensor stands for {layout.nbytes} bytes and has {layout.extent}"
+        )
+    # Nobody else may have the memory of indices: they are checked once and believed for ever.
+    return _read_dense(kind, layout, reader, limits, {})
 
 
 def _read_shape(reader: Reader, limits: Limits) -> tuple[int, ...]:
@@ -462,8 +507,6 @@ def _by_channel(
         scales.shape == zero_points.shape == numbers.shape[axis : axis + 1]
     ):
         raise CodecError("the scales of a quantized tensor do not match its channels")
-    if not scales.is_floating_point() or zero_points.dtype is not torch.int64:
-        raise CodecError("the scales of a quantized tensor are of a wrong type")
     if scales.numel():
         least, most = zero_points.aminmax()
         _check_scale(numbers.dtype, float(scales.sum()), int(least), int(most))
@@ -472,8 +515,6 @@ def _by_channel(
 
 def _check_scale(dtype: torch.dtype, scale: float, least: int, most: int) -> None:
     """Torch looks at these numbers when the tensor is used, and not always."""
-    if dtype not in (torch.uint8, torch.int8, torch.int32):
-        raise CodecError(f"the numbers of a quantized tensor are of {dtype}")
     bounds = torch.iinfo(dtype)
     if not isfinite(scale) or least < bounds.min or most > bounds.max:
         raise CodecError(f"a quantized tensor of {dtype} has no such scale or zero point")

@@ -29,6 +29,7 @@ from telegrad.wire.stream import (
     close_when_collected,
     set_receive_timeout,
     shut_down,
+    unheard,
     wait_writable,
 )
 
@@ -39,6 +40,10 @@ _RECORD_BYTES = 1 << 14
 
 class TlsError(ConnectionError):
     """The two ends did not agree on TLS: most often they hold different keys."""
+
+
+class TlsCutShort(TlsError):
+    """The connection ended, or fell silent, before the two could agree or not."""
 
 
 class TlsStream:
@@ -74,7 +79,8 @@ class TlsStream:
             self._shake_hands(deadline)
         except (OSError, EOFError) as error:
             shut_down(sock)
-            raise TlsError(_explain(peer, error)) from None
+            kind = TlsError if isinstance(error, ssl.SSLError) else TlsCutShort
+            raise kind(_explain(peer, error)) from None
         sock.settimeout(None)
         # Only now: a stranger, of whom there may be many, gets no such piece of memory.
         self._buffer = memoryview(bytearray(_READ_BYTES))
@@ -116,6 +122,9 @@ class TlsStream:
         """Bytes of ciphertext count as well: OpenSSL shows plaintext only for a record begun."""
         with self._openssl:
             return self._tls.pending() + self._incoming.pending
+
+    def unheard(self) -> float:
+        return unheard(self._socket)
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -6,7 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.compat.rpc import api, backend_registry, constants, functions, internal, options
+from telegrad.compat.rpc import (
+    api,
+    backend_registry,
+    constants,
+    functions,
+    internal,
+    options,
+    rref_proxy,
+)
 from telegrad.compat.rpc.agent import RpcAgent, TensorPipeAgent
 from telegrad.compat.rpc.api import (
     AllGatherStates,
@@ -36,8 +44,15 @@ from telegrad.compat.rpc.backend_registry import (
 from telegrad.compat.rpc.joining import _init_rpc_backend, _validate_rpc_args, init_rpc
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.compat.rpc.rref import PyRRef
-from telegrad.compat.stock import RpcBackendOptions, _TensorPipeRpcBackendOptionsBase
-from telegrad.rpc.node import current_node
+from telegrad.compat.stock import (
+    RemoteProfilerManager,
+    RpcBackendOptions,
+    Store,
+    _set_profiler_node_id,
+    _TensorPipeRpcBackendOptionsBase,
+    server_process_global_profiler,
+)
+from telegrad.rpc.current import current_node
 from telegrad.rpc.worker import WorkerInfo
 
 __all__ = [
@@ -60,6 +75,7 @@ __all__ = [
 ]
 
 _is_tensorpipe_available = True
+_server_process_global_profile = server_process_global_profiler._server_process_global_profile
 _DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
 _DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
 _DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC

@@ -17,7 +17,7 @@ from telegrad.compat.rpc import backend_registry
 from telegrad.compat.rpc.agent import TensorPipeAgent, start
 from telegrad.compat.rpc.calls import Udf
 from telegrad.compat.stock import Store, _TensorPipeRpcBackendOptionsBase
-from telegrad.rpc.node import current_node
+from telegrad.rpc.current import current_node
 from telegrad.rpc.reference_mail import TOPIC as TOPIC_REFERENCE
 from telegrad.testing.interference import Delay, Interference, Lose, Message
 

@@ -10,7 +10,8 @@ import torch
 
 from telegrad.compat.stock import Store, _TensorPipeRpcBackendOptionsBase, is_cpu_only
 from telegrad.rpc import api as native
-from telegrad.rpc.node import Node, current_node, find_node
+from telegrad.rpc.current import current_node, find_node
+from telegrad.rpc.node import Node
 from telegrad.rpc.rendezvous import Rendezvous
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.address import own_address_towards

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from telegrad.compat.rpc.agent import TensorPipeAgent, current_agent
-from telegrad.compat.rpc.calls import Udf
+from telegrad.compat.rpc.calls import Udf, ValueUdf
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.compat.rpc.gather import AllGatherStates, Gatherings
 from telegrad.compat.rpc.internal import _internal_rpc_pickler
@@ -24,8 +24,8 @@ from telegrad.compat.rpc.rref import PyRRef as PyRRef
 from telegrad.compat.rpc.rref import RRef, _type_on_owner, make_remote, seconds
 from telegrad.compat.stock import PythonUDF
 from telegrad.rpc import api as native
+from telegrad.rpc.current import current_node, find_node
 from telegrad.rpc.errors import NotInitialized
-from telegrad.rpc.node import current_node, find_node
 from telegrad.rpc.worker import WorkerInfo
 
 __all__ = [
@@ -101,19 +101,21 @@ def _run_pickled(data: bytes, table: list[Any]) -> Any:
     return call.func(*call.args, **call.kwargs)
 
 
-def _prepare(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Udf, Any, Kwargs]:
+def _prepare(
+    func: Callable[..., Any], args: Args, kwargs: Kwargs, kind: type[Udf] = Udf
+) -> tuple[Udf, Any, Kwargs]:
     if not callable(func):
         raise TypeError("function should be callable.")
     if _default_pickler is not _internal_rpc_pickler:
         pickled = _default_pickler.serialize(PythonUDF(func, args or (), kwargs or {}))
-        return Udf(_run_pickled), pickled, None
+        return kind(_run_pickled), pickled, None
     wrapped = getattr(func, "_wrapped_async_rpc_function", None)
     if isinstance(wrapped, torch.jit.ScriptFunction):
         raise RuntimeError(
             f"{func!r} is compiled by TorchScript and marked with async_execution: telegrad runs "
             "async functions of Python only. Leave out @torch.jit.script."
         )
-    return Udf(func), args or (), kwargs
+    return kind(func), args or (), kwargs
 
 
 @_require_initialized
@@ -153,7 +155,8 @@ def remote(
 ) -> RRef[Any]:
     """Call a function on another worker and give a reference to its result at once."""
     node = current_node()
-    return make_remote(node, node.members.find(to), *_prepare(func, args, kwargs), timeout)
+    call = _prepare(func, args, kwargs, ValueUdf)
+    return make_remote(node, node.members.find(to), *call, timeout)
 
 
 @_require_initialized

@@ -16,15 +16,14 @@ from typing import Any
 
 from telegrad.rpc.failures import parts_of, put_together, sendable
 
-_SENT_AS_THEY_ARE = (ValueError, TypeError)
+_CAUGHT_ALREADY = (ValueError, TypeError, RuntimeError)
 
 
 def as_runtime_error(error: Exception) -> Exception:
     """The error, or one with the same words and attributes that is a `RuntimeError` too."""
-    kind = type(error)
-    if kind in _SENT_AS_THEY_ARE or isinstance(error, RuntimeError):
+    if isinstance(error, _CAUGHT_ALREADY):
         return error
-    return _put_together_as_both(kind, *parts_of(error))
+    return _put_together_as_both(type(error), *parts_of(error))
 
 
 def _put_together_as_both(

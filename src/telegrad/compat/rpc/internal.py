@@ -17,6 +17,7 @@ from telegrad.wire.codec import extend
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
 _build_rpc_profiling_key = stock._build_rpc_profiling_key
+_handle_exception = stock._handle_exception
 _start_record_function = stock._start_record_function
 _thread_local_tensor_tables = stock.internal._thread_local_tensor_tables
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 import threading
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,7 @@ def init_rpc(
         backend = _backend_for(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    _require_place(rpc_backend_options.init_method, rank, world_size)
     store, rank = _meeting_place(rpc_backend_options, rank, world_size)
     _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
 
@@ -43,6 +45,20 @@ def _backend_for(given: RpcBackendOptions | None) -> Any:
         if isinstance(given, type(backend_registry.construct_rpc_backend_options(candidate))):
             return candidate
     raise TypeError(f"Could not infer backend for options {given}")
+
+
+def _require_place(init_method: str, rank: int, world_size: int | None) -> None:
+    """Torch's rendezvous asks for a rank where it finds none, and finds that of the environment.
+    A job is not joined under it, nor with that WORLD_SIZE: rather than open one that nobody meant,
+    stock fails."""
+    from_environment = init_method.startswith("env:") and "RANK" in os.environ
+    if not world_size and isinstance(rank, numbers.Integral) and rank < 0 and from_environment:
+        raise RuntimeError(
+            "worker_id needs to be in the range [0, 65535]: init_rpc was given neither a rank nor "
+            "a world_size. Give both, as rank=int(os.environ['RANK']) and "
+            "world_size=int(os.environ['WORLD_SIZE']), or a rank alone to open a job that workers "
+            "join and leave as they like."
+        )
 
 
 def _meeting_place(

@@ -7,16 +7,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from telegrad.compat.rpc.calls import Udf
+from telegrad.compat.rpc.calls import OwnersMethod, Udf, ValueUdf
 from telegrad.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.futures import begin_async
+from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.node import Node
 from telegrad.rpc.passage import Passage
 from telegrad.rpc.reference_messages import ForkId, ReferenceId, Transfer
+from telegrad.rpc.rref import Method, Proxy, call_method, remote_reference
 from telegrad.rpc.rref import RRef as NativeRRef
-from telegrad.rpc.rref import call_method, remote_reference
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import extend
 
@@ -33,6 +34,11 @@ class RRef(NativeRRef[T]):
     """A reference to a value that lives on its owner."""
 
     def __init__(self, value: T, type_hint: object = None) -> None:
+        if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
+            raise RuntimeError(
+                "type_hint should only be specified when the RRef being created contains a "
+                f"ScriptModule, and this is a {type(value).__name__}: leave it out."
+            )
         super().__init__(value)
 
     @property
@@ -52,10 +58,14 @@ class RRef(NativeRRef[T]):
         return super().to_here(seconds(timeout))
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
-        return super().rpc_sync(seconds(timeout))
+        if is_dynamo_compiling():
+            return super().rpc_sync(seconds(timeout))
+        return Proxy(self, seconds(timeout), _invoke_sync)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
-        return super().rpc_async(seconds(timeout))
+        if is_dynamo_compiling():
+            return super().rpc_async(seconds(timeout))
+        return Proxy(self, seconds(timeout), _invoke_async)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:  # type: ignore[override]
         return _RemoteProxy(self, timeout)
@@ -185,6 +195,36 @@ def _type_on_owner(rref: RRef[Any]) -> type:
     return type(rref.local_value())
 
 
+def _invoke_sync(
+    rref: NativeRRef[Any],
+    timeout: float | None,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    node = rref._node
+    pending = node.call(rref.owner(), _method_of(rref, name), args, kwargs, timeout)
+    pending.target = Method(rref, name)
+    return node.wait(pending)
+
+
+def _invoke_async(
+    rref: NativeRRef[Any],
+    timeout: float | None,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> CallFuture:
+    method = _method_of(rref, name)
+    future = begin_async(rref._node, rref.owner(), method, args, kwargs, timeout)
+    future._pending.target = Method(rref, name)
+    return future
+
+
+def _method_of(rref: NativeRRef[Any], name: str) -> Udf:
+    return Udf(OwnersMethod(rref._reference, name))
+
+
 class _RemoteProxy:
     """`rref.remote().method(...)`: fails at once if the value's class has no such method."""
 
@@ -197,11 +237,11 @@ class _RemoteProxy:
 
 
 def _invoke_remote(
-    rref: RRef[Any], timeout: float, name: str, *args: Any, **kwargs: Any
+    rref: RRef[Any], timeout: float, name: str, /, *args: Any, **kwargs: Any
 ) -> RRef[Any]:
     getattr(rref._get_type(timeout), name)
     call = (rref, name, args, kwargs)
-    return make_remote(rref._node, rref.owner(), Udf(call_method), call, None, timeout)
+    return make_remote(rref._node, rref.owner(), ValueUdf(call_method), call, None, timeout)
 
 
 def _leave(rref: RRef[Any], passage: Passage | None) -> object:

@@ -1,5 +1,6 @@
 """Relied upon: an operator holds the function that dispatches it, and calls that function; kernels
-run below autograd by dispatch keys that are excluded for their thread."""
+run below autograd by dispatch keys that are excluded for their thread; a graph that AOTAutograd has
+differentiated runs without grad mode, whatever mode its code asks for."""
 
 from __future__ import annotations
 
@@ -34,6 +35,13 @@ class above_autograd:
 
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
 """What `torch.set_grad_enabled` does, without the object that undoes it."""
+
+
+def differentiated_by_engine() -> bool:
+    """Inside of a kernel of a traced backward, which was traced with grad mode on: whether autograd
+    itself runs the operations around it, and with them the hooks of tensors. Otherwise they were
+    differentiated when they were compiled."""
+    return torch.is_grad_enabled()
 
 
 class _Straight:

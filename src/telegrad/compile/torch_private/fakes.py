@@ -1,5 +1,7 @@
 """Relied upon: fake tensors with one symbol for each dynamic size, and a list of the guards on
-those symbols; sizes that know the value they have in the call that is traced."""
+those symbols; sizes that know the value they have in the call that is traced; operators in Python
+for those whose own code wants plain numbers for sizes; errors of their own for code that asks what
+is in a fake tensor."""
 
 from __future__ import annotations
 
@@ -9,10 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
+    GuardOnDataDependentSymNode,
     ShapeEnv,
     StatelessSymbolicContext,
     free_unbacked_symbols,
@@ -90,7 +98,8 @@ class Fakes:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._mode:
+        # Some operators take symbols for sizes only in their Python form.
+        with self._mode, enable_python_dispatcher():
             yield
 
     def is_contiguous(self, tensor: Tensor) -> bool:
@@ -113,6 +122,18 @@ class Fakes:
     def guards(self) -> tuple[Formula, ...]:
         asked = [encode(guard.expr, self._symbols) for guard in self._shapes.guards]
         return (*self._guards, *asked)
+
+
+def asks_for_data(error: Exception) -> bool:
+    """Whether a function failed because it wants to know what is in a fake tensor."""
+    return isinstance(error, _ASKING_FOR_DATA) or ".numpy() is not supported" in str(error)
+
+
+_ASKING_FOR_DATA = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
 
 
 def hint_of(size: int | torch.SymInt) -> int:

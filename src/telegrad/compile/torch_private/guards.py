@@ -5,6 +5,10 @@
 * Dynamo makes variables of objects by one method, and knows by then which it has seen.
 * Dynamo looks up how to trace `is` and `is not` in a table, and asks one method of each kind of
   object for its hash when the object is used as a key.
+* Dynamo makes constants of what a function of ours returns by one function, to which it gives the
+  variables of the arguments.
+* Dynamo asks for a constant by one method of a variable, and goes another way if that raises one
+  kind of error.
 * Dynamo guards a constant by one method of its guard builder, and takes functions as guards.
 * Dynamo guards by one method that a module has no hooks, and knows then whose graph it guards.
 * Hooks of all modules are in four tables beside `torch.nn.Module`, and Dynamo guards lengths.
@@ -16,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
+from types import BuiltinMethodType, CodeType, MethodWrapperType
 from typing import Any
 
 import torch
@@ -24,7 +28,12 @@ from torch import nn
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, compare_op_handlers
+from torch._dynamo.variables import functions
+from torch._dynamo.variables.base import AsPythonConstantNotImplementedError
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.user_defined import (
     FrozenDataClassVariable,
     UserDefinedObjectVariable,
@@ -99,6 +108,76 @@ def guard_aliases(classes: tuple[type, ...]) -> None:
         return build(builder, value)
 
     VariableBuilder.__call__ = guarded  # type: ignore[method-assign, assignment]
+
+
+def look_into_frozen_objects() -> None:
+    """Have `in`, `index` and the like compare frozen dataclasses as their `==` does.
+
+    Dynamo tries whether all that is compared is constant. Such an object says that it is none by
+    an error that Dynamo does not expect there.
+    """
+    as_constant = FrozenDataClassVariable.as_python_constant
+
+    def as_python_constant(variable: Any) -> object:
+        try:
+            return as_constant(variable)
+        except AsPythonConstantNotImplementedError:
+            raise
+        except NotImplementedError as error:
+            raise AsPythonConstantNotImplementedError(variable, str(error)) from error
+
+    FrozenDataClassVariable.as_python_constant = as_python_constant  # type: ignore[method-assign, assignment]
+
+
+def guard_callables(function: Callable[..., Any]) -> None:
+    """Have compiled functions notice when something else that can be called is given to a function
+    of which the result is a constant. Dynamo guards functions by their code, which is the same for
+    all that one decorator made, and some not at all."""
+    invoke = functions.invoke_and_store_as_constant
+
+    def guarded(tx: Any, called: Any, name: str, args: list[Any], kwargs: Any) -> Any:
+        if called is function:
+            for variable in args:
+                _guard_callables_in(variable)
+        return invoke(tx, called, name, args, kwargs)
+
+    functions.invoke_and_store_as_constant = guarded  # type: ignore[assignment]
+
+
+def _guard_callables_in(variable: Any) -> None:
+    if isinstance(variable, LazyVariableTracker):
+        variable = variable.realize()
+    if isinstance(variable, TupleVariable):
+        for item in variable.items:
+            _guard_callables_in(item)
+    elif isinstance(variable, WrapperUserFunctionVariable):
+        _guard_callable(variable.source, variable.wrapper_obj)
+    elif not isinstance(variable, UserDefinedObjectVariable) and variable.is_python_constant():
+        value = variable.as_python_constant()
+        if callable(value):
+            _guard_callable(variable.source, value)
+
+
+def _guard_callable(source: Any, value: Any) -> None:
+    if source is None:
+        return  # The compiled function makes it itself, always the same way.
+    bound = isinstance(value, BuiltinMethodType | MethodWrapperType)
+    install_guard(source.make_guard(_EQUAL_METHOD if bound else GuardBuilder.ID_MATCH))
+
+
+def _EQUAL_METHOD(builder: Any, guard: Any) -> None:
+    """Methods of built-in types are made anew each time that one is asked for. They are equal if
+    their objects are the same."""
+    method = builder.get(guard)
+
+    def is_equal(value: Any) -> bool:
+        return type(value) is type(method) and bool(value == method)
+
+    builder.get_guard_manager(guard).add_lambda_guard(
+        is_equal,
+        get_verbose_code_parts(f"{builder.arg_ref(guard)} == {method!r}", guard),
+        guard.user_stack,
+    )
 
 
 def guard_signs_of_zero() -> None:

@@ -7,10 +7,15 @@
 * Dynamo knows the code that it compiles, and forgets the graphs of one when it is told to.
 * Dynamo begins a trace anew if it is told so by an error.
 * Dynamo makes constants of what a function of ours returns by one function, and lets assertions
-  that are raised meanwhile pass.
+  that are raised meanwhile pass. What it takes for a wrapper around a function knows the wrapper.
 * Dynamo says when a graph is complete; its placeholders know the tensors that they stand for, and
   expressions that find them in the frame of the function, whose code it remembers.
 * Dynamo traces a call of one of torch's functions by one method of its variable.
+* The fake tensors of a trace have graphs of their own; that of a graph input which has a graph
+  outside begins with a node of its own, and an input that is a leaf outside is one inside.
+* Dynamo takes any function as a guard, and knows whether it may break the graph.
+* Dynamo's translators lead from the function that is inlined to the one that is compiled, each with
+  its instruction and the handler of errors there; a handler of a `try` begins as no other does.
 """
 
 from __future__ import annotations
@@ -21,17 +26,24 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import polyfills, symbolic_convert
 from torch._dynamo.decorators import DynamoConfigPatchProxy
 from torch._dynamo.eval_frame import remove_from_cache
-from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
+from torch._dynamo.exc import RestartAnalysis, TorchDynamoException, unimplemented
+from torch._dynamo.guards import get_verbose_code_parts, install_guard
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import orig_code_map
 from torch._dynamo.variables import functions
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import (
+    SkipFunctionVariable,
+    WrapperUserFunctionVariable,
+)
 from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import ChainedSource
@@ -153,16 +165,131 @@ def explain_constants(function: Callable[..., Any], refusal: Callable[[], Except
     invoke = functions.invoke_and_store_as_constant
 
     def explained(tx: Any, called: Any, name: str, args: list[Any], kwargs: Any) -> Any:
-        if called is function and not all(map(_exists, args)):
-            raise refusal()
+        if called is function:
+            args = list(map(_with_wrappers, args))
+            if not all(map(_exists, args)):
+                raise refusal()
         return invoke(tx, called, name, args, kwargs)
 
     functions.invoke_and_store_as_constant = explained  # type: ignore[assignment]
 
 
-def _exists(variable: Any) -> bool:
+def look_at_tensors(function: Callable[..., Any], look: Callable[[list[Tensor]], Any]) -> None:
+    """Have the result of a function, which is a constant of the graph, be what `look` says of the
+    tensors that the function is given: fake ones, with the graph that was traced so far."""
+    invoke = functions.invoke_and_store_as_constant
+
+    def looking(tx: Any, called: Any, name: str, args: list[Any], kwargs: Any) -> Any:
+        if called is not function:
+            return invoke(tx, called, name, args, kwargs)
+        return VariableTracker.build(tx, look([_fake(variable) for variable in args]))
+
+    functions.invoke_and_store_as_constant = looking  # type: ignore[assignment]
+
+
+def _fake(variable: Any) -> Tensor:
     if isinstance(variable, LazyVariableTracker):
         variable = variable.realize()
+    fake: Tensor = variable.as_proxy().node.meta["example_value"]
+    return fake
+
+
+def graph_is_inside(roots: Sequence[Tensor]) -> bool:
+    """Whether all operations that led to these tensors were traced. If so, this is guarded: an
+    argument that was a leaf may come with a graph the next time, of which torch takes no notice.
+    To be called while Dynamo traces."""
+    inputs = {}
+    outside = set()
+    for variable in InstructionTranslator.current_tx().output.input_source_to_var.values():
+        if isinstance(variable, TensorVariable):
+            fake = _fake(variable)
+            inputs[id(fake)] = variable
+            outside |= _nodes_of(fake)
+    leaves = set()
+    seen = set()
+    nodes = [root.grad_fn for root in roots]
+    while nodes:
+        node = nodes.pop()
+        if node in outside:
+            return False
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                leaves.add(id(node.variable))
+    for leaf in leaves & inputs.keys():
+        source = inputs[leaf].source
+        # A parameter is always a leaf.
+        if source is not None and inputs[leaf].class_type is not nn.Parameter:
+            install_guard(source.make_guard(_guard_leaf))
+    return True
+
+
+def _nodes_of(tensor: Tensor) -> set[Any]:
+    """The last nodes of the graph of a tensor: its own and, if it is a view, that of the whole."""
+    return {t.grad_fn for t in (tensor, tensor._base) if t is not None and t.grad_fn is not None}
+
+
+def _guard_leaf(builder: Any, guard: Any) -> None:
+    def is_leaf(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_leaf
+
+    builder.get_guard_manager(guard).add_lambda_guard(
+        is_leaf,
+        get_verbose_code_parts(f"{builder.arg_ref(guard)} is a leaf", guard),
+        guard.user_stack,
+    )
+
+
+def may_break_graph() -> bool:
+    """Whether what cannot be traced may run between two graphs. To be called while Dynamo
+    traces."""
+    tx = InstructionTranslator.current_tx().output.current_tx
+    return not (tx.one_graph or tx.error_on_graph_break)
+
+
+def handles_errors(ours: tuple[str, ...]) -> bool:
+    """Whether what is called now is in a `try` block of the compiled function or of one that it
+    calls, other than those of packages that are `ours`. To be called while Dynamo traces."""
+    tx: Any = InstructionTranslator.current_tx().output.current_tx
+    while tx is not None:
+        if tx.f_globals.get("__name__", "").split(".")[0] not in ours and _is_in_try(tx):
+            return True
+        tx = getattr(tx, "parent", None)
+    return False
+
+
+def _is_in_try(tx: Any) -> bool:
+    """Handlers of a `with` block, and what tidies up after others, have handlers in their turn:
+    those of the blocks around."""
+    entry = tx.current_instruction.exn_tab_entry
+    while entry is not None:
+        place = tx.indexof[entry.target]
+        following = tx.instructions[place + 1].opname
+        if entry.target.opname == "PUSH_EXC_INFO" and following != "WITH_EXCEPT_START":
+            return True
+        entry = entry.target.exn_tab_entry
+    return False
+
+
+def break_graph(sentence: str) -> None:
+    """Have what cannot be traced run between two graphs. To be called while Dynamo traces."""
+    unimplemented(gb_type="telegrad", context="", explanation=sentence, hints=[])
+
+
+def _with_wrappers(variable: Any) -> Any:
+    """The same, with functions that `torch.compile` or a cache of `functools` has wrapped as
+    constants, which Dynamo would call by what is inside of them."""
+    if isinstance(variable, LazyVariableTracker):
+        variable = variable.realize()
+    if isinstance(variable, WrapperUserFunctionVariable):
+        return SkipFunctionVariable(variable.wrapper_obj, source=variable.source)
+    if type(variable) is TupleVariable:
+        return TupleVariable(list(map(_with_wrappers, variable.items)))
+    return variable
+
+
+def _exists(variable: Any) -> bool:
     if isinstance(variable, UserDefinedObjectVariable) and variable.source is not None:
         return True
     try:

@@ -4,6 +4,10 @@ A model is on one worker, or in two halves on two; a step is forward, loss, back
 What it takes longer than the same step in one process is the overhead; its ratio is to stock's.
 With two parts the activation goes straight from worker to worker, for both peers.
 
+telegrad has two ways to say it. *Call by call* is how stock's users write it: each part is called,
+then `backward`, then `step`. *As one* the parts are a `RemoteSequential`, and the step is a part of
+the backward pass. Stock has the first way only; both are compared with that.
+
 The step in one process, stock's and telegrad's take turns several times a second (`slices.py`).
 """
 
@@ -59,6 +63,11 @@ def remote_case(size: str, parts: int) -> str:
     return f"{size}, {parts} remote part" + ("s" if parts > 1 else "")
 
 
+def as_one(case: str) -> str:
+    """The same steps, said in telegrad's own way."""
+    return f"{case}, as one"
+
+
 def serve_local() -> None:
     torch.set_num_threads(1)
     slices.serve({local_case(name): _local_step(size) for name, size in SIZES.items()})
@@ -66,13 +75,14 @@ def serve_local() -> None:
 
 def serve_remote(peer: Peer) -> Samples:
     torch.set_num_threads(1)
-    slices.serve(
-        {
-            remote_case(name, parts): _remote_step(peer, size, parts)
-            for name, size in SIZES.items()
-            for parts in PARTS
-        }
-    )
+    steps: dict[str, Callable[[], None]] = {}
+    for name, size in SIZES.items():
+        for parts in PARTS:
+            case = remote_case(name, parts)
+            steps[case] = _remote_step(peer, size, parts)
+            if peer.name == "telegrad":
+                steps[as_one(case)] = _step_as_one(peer, size, parts)
+    slices.serve(steps)
     return {}
 
 
@@ -91,9 +101,9 @@ def measure(rounds: int, seconds: float) -> dict[str, Samples]:
     for found in samples.values():
         for size in SIZES:
             for parts in PARTS:
-                case = remote_case(size, parts)
-                overhead = lower_quartile(found[case]) - lower_quartile(found[local_case(size)])
-                found[f"{case}: overhead"] = [overhead]
+                alone = lower_quartile(found[local_case(size)])
+                for case in (remote_case(size, parts), as_one(remote_case(size, parts))):
+                    found[f"{case}: overhead"] = [lower_quartile(found[case]) - alone]
     return samples
 
 
@@ -115,7 +125,11 @@ def _measure_case(
     for peer in peers:
         found = samples[peer.name]
         found.setdefault(alone, []).append(in_one_process)
-        found.setdefault(case, []).append(median(peer.run(case, seconds)))
+        step = median(peer.run(case, seconds))
+        found.setdefault(case, []).append(step)
+        if peer.name == "telegrad":
+            step = median(peer.run(as_one(case), seconds))
+        found.setdefault(as_one(case), []).append(step)
 
 
 def make_inputs(size: Size) -> tuple[Tensor, Tensor]:
@@ -148,18 +162,38 @@ def _remote_step(peer: Peer, size: Size, parts: int) -> Callable[[], None]:
     return step
 
 
+def _step_as_one(peer: Peer, size: Size, parts: int) -> Callable[[], None]:
+    from telegrad.nn import RemoteSequential
+    from telegrad.optim import DistributedOptimizer
+
+    x, y = make_inputs(size)
+    model = RemoteSequential(*_telegrad_parts(size, parts))
+    optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=RATE)
+
+    def step() -> None:
+        with peer.autograd.context() as context:
+            optimizer.backward_and_step(context, [cross_entropy(model(x), y)])
+
+    return step
+
+
 Model = tuple[Callable[[Tensor], Tensor], Any]
 """How to call it, and its optimizer."""
 
 
-def _telegrad_model(size: Size, parts: int) -> Model:
+def _telegrad_parts(size: Size, parts: int) -> list[Any]:
     from telegrad.nn import RemoteModule
-    from telegrad.optim import DistributedOptimizer
 
-    modules = [
+    return [
         RemoteModule(f"worker{number + 1}", build_part, (size, parts, number))
         for number in range(parts)
     ]
+
+
+def _telegrad_model(size: Size, parts: int) -> Model:
+    from telegrad.optim import DistributedOptimizer
+
+    modules = _telegrad_parts(size, parts)
 
     def forward(x: Any) -> Tensor:
         for module in modules[:-1]:

@@ -8,7 +8,7 @@ with telegrad.autograd.context() as context_id:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -88,12 +88,23 @@ def backward(
     if is_dynamo_compiling():
         _traced().backward(context_id, roots, retain_graph, create_graph, mode, timeout)
         return
-    options = Options.of(retain_graph, create_graph, known_mode(mode))
+    run_pass(context_id, roots, Options.of(retain_graph, create_graph, known_mode(mode)), timeout)
+
+
+def run_pass(
+    context_id: int,
+    roots: Sequence[Tensor],
+    options: Options,
+    timeout: float | None,
+    begins: Callable[[], None] = lambda: None,
+) -> None:
+    """`backward` with any options; `begins` is called when nothing is wrong with the arguments."""
     _check_arguments(context_id, roots)
     timeout = bound_of_pass(timeout)
     service = autograd_of()
     found = service.context(context_id)
     check_roots(roots)
+    begins()
     service.backward(found, roots, options, timeout)
 
 

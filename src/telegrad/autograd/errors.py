@@ -35,6 +35,9 @@ class BadGradient(AutogradError):
 class PassFailed(AutogradError):
     """A backward pass ended with an error on some worker."""
 
+    worker: str = ""
+    """Whose error it was; of a loss: who is gone."""
+
 
 class PassLost(PassFailed, WorkerLost):
     """A backward pass failed because some worker that took part found another one gone."""

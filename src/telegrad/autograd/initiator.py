@@ -223,7 +223,9 @@ class Initiator(Participant):
     def _failed(self, failure: Failure) -> PassFailed:
         text = f"Error on Node {failure.worker}: {failure.message}"
         if not failure.lost:
-            return PassFailed(text)
+            failed = PassFailed(text)
+            failed.worker = failure.worker_name
+            return failed
         pending = f"the backward pass of context {self.context.id}"
         return PassLost.saying(text, failure.lost, failure.cause, pending)
 
@@ -248,6 +250,8 @@ class Initiator(Participant):
                 posts = posts[place + 1 :]
                 break
         self._send(posts)
+        if self._follower is not None:
+            self._follow()
 
     def _send_from_engine(self, posts: list[Post]) -> None:
         """Where nodes make calls, they will then wait for what these messages bring back."""

@@ -31,6 +31,13 @@ class Mode(Enum):
     """Everything that crossed is expected to be used; a broken expectation is an error."""
 
 
+class Sequel(NamedTuple):
+    """What each worker does as soon as its own part of the pass is complete (see `sequels`)."""
+
+    key: int
+    data: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the caller of `backward` asked for."""
@@ -38,10 +45,13 @@ class Options:
     retain_graph: bool = False
     create_graph: bool = False
     mode: Mode = Mode.SMART
+    sequel: Sequel | None = None
     bits: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         bits = self.retain_graph | self.create_graph << 1 | (self.mode is Mode.FAST) << 2
+        if self.sequel is not None:
+            bits |= _FOLLOWED
         object.__setattr__(self, "bits", bits)
 
     @classmethod
@@ -50,11 +60,12 @@ class Options:
         return _OPTIONS[bool(retain_graph) | bool(create_graph) << 1 | (mode is Mode.FAST) << 2]
 
 
+_FOLLOWED = 32
 _OPTIONS = tuple(
     Options(bool(bits & 1), bool(bits & 2), Mode.FAST if bits & 4 else Mode.SMART)
     for bits in range(8)
 )
-"""All that there are, each at the place that its bits name."""
+"""All that there are without a sequel, each at the place that its bits name."""
 
 
 class History(NamedTuple):
@@ -137,6 +148,8 @@ TOPIC = "autograd.pass"
 _BEGIN, _GRADIENT, _ABSENT, _ACK, _FAIL = range(5)
 _ENGAGES, _ACKNOWLEDGES = 8, 16
 _HEAD = Struct("<BBIIQQQQ")
+_SEQUEL = Struct("<QI")
+"""The key, and how many bytes of data follow."""
 _NONE = 0xFFFFFFFF
 """Stands for an absent gradient where tensors are numbered."""
 _SMALL = 4096
@@ -154,13 +167,14 @@ def encode(context_id: int, pass_id: int, message: Message) -> Parcel:
         return _encode_gradient(context_id, pass_id, message)
     kind = bits = over = number = 0
     numbers: tuple[int, ...] = ()
-    texts = b""
+    texts = sequel = b""
     match message:
         case Ack():
             kind = _ACK
         case Begin(options, history):
             kind, over, numbers = _BEGIN, history.over_below, history.failed
             bits = options.bits
+            sequel = _write_sequel(options.sequel)
         case Absent(messages):
             kind, numbers = _ABSENT, messages
         case Fail(failure):
@@ -173,7 +187,27 @@ def encode(context_id: int, pass_id: int, message: Message) -> Parcel:
                 failure.cause,
             )
     head = _HEAD.pack(kind, bits, len(numbers), 0, context_id, pass_id, over, number)
-    return Parcel(TOPIC, head + pack(f"<{len(numbers)}Q", *numbers) + texts, ())
+    return Parcel(TOPIC, head + sequel + pack(f"<{len(numbers)}Q", *numbers) + texts, ())
+
+
+def _write_sequel(sequel: Sequel | None) -> bytes:
+    if sequel is None:
+        return b""
+    return _SEQUEL.pack(sequel.key, len(sequel.data)) + sequel.data
+
+
+def _read_options(bits: int, data: bytes) -> tuple[Options, int]:
+    """What is asked for, and where in a message the rest begins."""
+    if not bits & _FOLLOWED:
+        return _OPTIONS[bits & 7], _HEAD.size
+    key, size = _SEQUEL.unpack_from(data, _HEAD.size)
+    at = _HEAD.size + _SEQUEL.size
+    if len(data) < at + size:
+        raise AutogradError("A message of a pass has less of its sequel than it says.")
+    known = _OPTIONS[bits & 7]
+    sequel = Sequel(key, data[at : at + size])
+    options = Options(known.retain_graph, known.create_graph, known.mode, sequel)
+    return options, at + size
 
 
 def _encode_gradient(context_id: int, pass_id: int, message: Gradient) -> Parcel:
@@ -185,6 +219,8 @@ def _encode_gradient(context_id: int, pass_id: int, message: Gradient) -> Parcel
         bits |= _ACKNOWLEDGES
     count = len(gradients)
     head = _HEAD.pack(_GRADIENT, bits, len(failed), count, context_id, pass_id, over, number)
+    if options.sequel is not None:
+        head += _write_sequel(options.sequel)
     if failed:
         head += pack(f"<{len(failed)}Q", *failed)
     tensors: list[Tensor] = []
@@ -213,26 +249,27 @@ def decode(parcel: Any) -> tuple[int, int, Message]:
     data = parcel.data
     try:
         kind, bits, count, width, context_id, pass_id, over, number = _HEAD.unpack_from(data)
-        numbers = unpack_from(f"<{count}Q", data, _HEAD.size) if count else ()
+        options, at = _read_options(bits, data)
+        numbers = unpack_from(f"<{count}Q", data, at) if count else ()
     except StructError as problem:
         raise AutogradError(f"A message of a pass cannot be read: {problem}.") from problem
     message: Message
     if kind == _GRADIENT:
-        at = _HEAD.size + 8 * count
+        at += 8 * count
         gradients: Sequence[Tensor | None] = parcel.tensors
         if not (width == len(gradients) == 1 and len(data) == at):
             gradients = _placed(parcel, width, at, number)
         history = History(over, numbers) if over else NO_HISTORY
         engages, acknowledges = bits & _ENGAGES != 0, bits & _ACKNOWLEDGES != 0
-        message = Gradient(_OPTIONS[bits & 7], history, engages, number, gradients, acknowledges)
+        message = Gradient(options, history, engages, number, gradients, acknowledges)
     elif kind == _ACK:
         message = Ack()
     elif kind == _BEGIN:
-        message = Begin(_OPTIONS[bits & 7], History(over, numbers))
+        message = Begin(options, History(over, numbers))
     elif kind == _ABSENT:
         message = Absent(numbers)
     elif kind == _FAIL:
-        message = Fail(_read_failure(number, data[_HEAD.size + 8 * count :]))
+        message = Fail(_read_failure(number, data[at + 8 * count :]))
     else:
         raise AutogradError(f"A message of the unknown kind {kind} came for pass {pass_id}.")
     return context_id, pass_id, message

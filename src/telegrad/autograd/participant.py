@@ -63,6 +63,7 @@ from telegrad.autograd.messages import (
     encode,
 )
 from telegrad.autograd.plan import ROOTS, Source, State
+from telegrad.autograd.sequels import Follower
 from telegrad.rpc.errors import CallTimeout, WorkerLost
 from telegrad.rpc.runtime import Condition
 
@@ -93,6 +94,8 @@ class Participant:
     _answer: Answer | None = None
     _deadline = math.inf
     _timeout: float | None = None
+    _follower: Follower | None = None
+    """Who is to be called before this part may be reported as ended."""
     brought_by: int | None = None
     """The worker that spoke of the pass first; None where it was initiated."""
     active = False
@@ -442,6 +445,8 @@ class Participant:
     def _advance(self) -> None:
         """Run the engine as far as it goes, and send what came of it."""
         self._send(self._progress())
+        if self._follower is not None:
+            self._follow()
 
     def _progress(self) -> list[Post]:
         """Run the engine as far as it goes; what is to be sent then."""
@@ -458,7 +463,13 @@ class Participant:
             return []
         posts, self._held = self._held, []
         posts += part.rest(self._partners)
-        return merge_ack(posts, part.report())
+        if self._follower is None:
+            return merge_ack(posts, part.report())
+        if self._follower.brief:
+            # What goes to the parent can soon carry the acknowledgement as well.
+            self._held = [post for post in posts if part.owes(post.to)]
+            posts = [post for post in posts if not part.owes(post.to)]
+        return posts
 
     def _run_engine(self, run: Run, part: Part) -> None:
         outside = begin_work_in(self.context)
@@ -474,8 +485,30 @@ class Participant:
         # The run knows this participant. As a cycle the two would keep the gradients until the
         # garbage collector comes by, which is steps of training later.
         self._run = None
+        if part.options.sequel is not None:
+            self._follower = self._service.follower(self.pass_id, part.options.sequel)
+        if self._follower is None:
+            part.complete = True
+            self._retire()
+
+    def _follow(self) -> None:
+        """Have done what follows the pass here, and report that this part has ended."""
+        part, follower = self._part, self._follower
+        assert part is not None
+        assert follower is not None
+        assert part.options.sequel is not None
+        self._follower = None
+        if part.failure is not None:
+            return
+        try:
+            follower.follow(self.context, part.options.sequel.data)
+        except BaseException as error:
+            self._fail(error)
+            return
         part.complete = True
         self._retire()
+        posts, self._held = self._held, []
+        self._send(merge_ack(posts, part.report()))
 
     def _send(self, posts: list[Post]) -> None:
         answer = self._answer

@@ -29,6 +29,7 @@ from telegrad.autograd.messages import (
     History,
     Message,
     Options,
+    Sequel,
     decode,
     encode,
 )
@@ -36,6 +37,7 @@ from telegrad.autograd.participant import Participant
 from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
 from telegrad.autograd.refusals import Refusals
 from telegrad.autograd.releases import Releases
+from telegrad.autograd.sequels import Follower, Sequels
 from telegrad.rpc.calls import Pending, afresh
 from telegrad.rpc.errors import JobClosed, TelegradError
 from telegrad.rpc.reference_messages import ReferenceId
@@ -57,6 +59,7 @@ class Autograd:
         )
         self._passes = node.ledger("passes")
         self._censuses = Censuses(self)
+        self.sequels = Sequels()
         self._releases = Releases(node.runtime, self._censuses.tell)
         self.stall_time = STALL_TIME
         first: int = (node.info.id << WORKER_SHIFT) + 1
@@ -224,6 +227,13 @@ class Autograd:
             if not participant.idle:
                 participant.deliver(self.node.info.id, Abandon(AutogradError("The pass is over.")))
         context.commit(context.passes.is_over)
+
+    def follower(self, pass_id: int, sequel: Sequel) -> Follower | None:
+        """Who is called when a pass is complete here. Where workers do not trust each other, only
+        who began the pass: what others may have run here is what was exported."""
+        if self.node.data_only and worker_of(pass_id) != self.node.info.id:
+            return None
+        return self.sequels.follower(sequel)
 
     def missed(self, context: Context, passes: list[int], record: RecvRecord) -> None:
         """A message arrived after these passes began here, and before they did at its sender."""

@@ -16,6 +16,9 @@ A step that fails on some worker leaves one of these states, and `StepFailed` sa
   keep a copy until all have stepped.
 - otherwise: each worker in `stepped` made the whole step; each in `failed` may have updated some
   groups. The optimizer refuses further steps until a state is loaded.
+
+A step can also be a part of the backward pass (`backward_and_step`): each owner makes it when its
+own part of the pass is complete, and says so with the acknowledgement that the pass needs anyway.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,10 +35,18 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
-from telegrad.autograd.api import autograd_of, retrieve_context
+from telegrad.autograd.api import autograd_of, backward, known_mode, retrieve_context, run_pass
 from telegrad.autograd.context import current_context
+from telegrad.autograd.messages import Options as PassOptions
+from telegrad.autograd.messages import Sequel
 from telegrad.optim.errors import OptimizerError, StepFailed
-from telegrad.optim.options import Options, changed_options, snapshot, without_params
+from telegrad.optim.options import (
+    Options,
+    changed_options,
+    snapshot,
+    without_params,
+    write_options,
+)
 from telegrad.optim.owned import Group, Member, OwnedOptimizer
 from telegrad.optim.parameters import references_of
 from telegrad.optim.parts import Parts
@@ -289,6 +301,62 @@ class DistributedOptimizer(Optimizer):
         Without a context, and with nothing accumulated, there is nothing that it could apply: that
         is refused.
         """
+        self._step(context_id)
+
+    @announced_if_anyone_listens
+    def backward_and_step(
+        self,
+        context_id: int,
+        roots: Sequence[Tensor],
+        mode: str = "smart",
+        timeout: float | None = None,
+    ) -> None:
+        """`telegrad.autograd.backward(context_id, roots)` and `step(context_id)` in one.
+
+            with telegrad.autograd.context() as context_id:
+                optimizer.backward_and_step(context_id, [loss(model(x), y)])
+
+        The same gradients and the same step, without the step's own round trip: each worker steps
+        as soon as its part of the backward pass is done, while others are still at theirs. Returns
+        when all have stepped.
+
+        If the pass fails, some workers may have stepped: `StepFailed` says so, and the optimizer
+        refuses further steps until a state is loaded. With `atomic=True`, and where gradients were
+        accumulated or are to be clipped, the step comes after the pass, as if called by itself.
+        """
+        if is_dynamo_compiling():
+            backward(context_id, roots, mode=mode, timeout=timeout)
+            self._step(context_id)
+            return
+        self._check_context(context_id)
+        self._refuse_after_failure()
+        apart = self._atomic or self._accumulated or self._treatments.get(context_id)
+        changed = changed_options(self.param_groups, self._sent)
+        data = None if apart else write_options(changed)
+        if data is None:
+            backward(context_id, roots, mode=mode, timeout=timeout)
+            self._step(context_id)
+            return
+        # Owners that take no part in the pass hear of changed options from the next that do: what
+        # has changed is told again and again, until a step of its own tells everyone.
+        options = PassOptions(mode=known_mode(mode), sequel=Sequel(self._parts.key, data))
+        begun: list[bool] = []
+        try:
+            run_pass(context_id, roots, options, timeout, partial(begun.append, True))
+        except BaseException as error:
+            if begun:
+                self._fail_in_pass(error)
+            raise
+        self._opt_called = True
+
+    def _fail_in_pass(self, error: BaseException) -> None:
+        """Nobody knows who has stepped and who has not."""
+        worker = getattr(error, "worker", "") or get_worker_info().name
+        self._failure = StepFailed({worker: error}, None, undone=False)
+        if isinstance(error, Exception):
+            raise self._failure from error
+
+    def _step(self, context_id: int | None) -> None:
         if is_dynamo_compiling():
             _traced().perform(self, "step", context_id, list(self.changes))
             return

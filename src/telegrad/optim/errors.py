@@ -18,15 +18,16 @@ class GroupRefused(OptimizerError, ValueError):
 class StepFailed(OptimizerError):
     """A step could not be made on every worker.
 
-    `failed` has the error of each worker that could not make it, `stepped` names those that did.
-    With `atomic=True` the latter have undone it: `undone` is true, and `stepped` is empty.
+    `failed` has the error of each worker that could not make it, `stepped` names those that did;
+    None if nobody knows, because the pass that the step was a part of failed. With `atomic=True`
+    they have undone it: `undone` is true, and `stepped` is empty.
     """
 
     def __init__(
-        self, failed: Mapping[str, BaseException], stepped: Sequence[str], undone: bool
+        self, failed: Mapping[str, BaseException], stepped: Sequence[str] | None, undone: bool
     ) -> None:
         self.failed = dict(failed)
-        self.stepped = tuple(stepped)
+        self.stepped = None if stepped is None else tuple(stepped)
         self.undone = undone
         super().__init__(self._text())
 
@@ -40,8 +41,12 @@ class StepFailed(OptimizerError):
     def _state(self) -> str:
         if self.undone:
             return "No worker kept the step."
+        if self.stepped is None:
+            stepped = "Some workers may have stepped before the backward pass failed"
+        else:
+            stepped = f"Stepped: {', '.join(self.stepped) or 'no other'}"
         return (
-            f"Stepped: {', '.join(self.stepped) or 'no other'}. Parameters may be from different "
+            f"{stepped}. Parameters may be from different "
             "steps now: load a checkpoint. With atomic=True all workers take back a step that one "
             "of them cannot make."
         )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telegrad.wire.codec import Trust, Unpackable, pack, unpack
+
 Options = dict[str, Any]
 
 _ABSENT = object()
@@ -52,3 +54,20 @@ def _same(value: Any, sent: Any) -> bool:
     if isinstance(value, Tensor):
         return isinstance(sent, Tensor) and torch.equal(value, sent)
     return type(value) is type(sent) and bool(value == sent)
+
+
+def write_options(options: Mapping[int, Options]) -> bytes | None:
+    """Options as bytes; None if they are more than numbers and words."""
+    if not options:
+        return b""
+    try:
+        packed = pack(dict(options), None, Trust.DATA)
+    except Unpackable:
+        return None
+    return None if packed.tensors or packed.buffers else bytes(packed.meta)
+
+
+def read_options(data: bytes) -> dict[int, Options]:
+    """What `write_options` wrote."""
+    options: dict[int, Options] = unpack(data, [], None, Trust.DATA) if data else {}
+    return options

@@ -7,12 +7,16 @@ nor changes the gradients that code of the owner keeps in `.grad`.
 Several optimizers, of several trainers, may own parts that share parameters. All steps on one
 worker exclude each other, and the passes that use `.grad` for a moment as well: a parameter never
 sees half of two updates, and `.grad` never the gradient of another.
+
+A step is asked for by a call, or follows a pass in which this worker took part (`follow`).
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +27,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from telegrad.autograd.api import autograd_of, require_context
+from telegrad.autograd.context import Context
 from telegrad.autograd.leaves import add, grad_slots
 from telegrad.optim.errors import GroupRefused, OptimizerError
-from telegrad.optim.options import Options, without_params
+from telegrad.optim.options import Options, read_options, without_params
 from telegrad.optim.torch_private import step_quietly
 from telegrad.optim.treatment import Treatment, all_finite, norms, treat
 from telegrad.rpc import RRef, get_worker_info
 
 MakeOptimizer = Callable[..., Optimizer]
+BRIEF = 0.0002
+"""Seconds: about what a message takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,9 @@ class OwnedOptimizer:
         groups: Sequence[Group],
         args: tuple[Any, ...],
         kwargs: Options,
+        key: int,
     ) -> None:
+        """`key` names all parts of one optimizer: passes that it is to follow have it."""
         self._worker = get_worker_info().name
         self._members: list[Member] = []
         self._parameters: list[Tensor] = []
@@ -92,6 +101,8 @@ class OwnedOptimizer:
             )
         for each in found:
             self._join(*each)
+        autograd_of().sequels.add(key, self)
+        self._duration = math.inf
 
     def _found(self, group: Group) -> tuple[Group, dict[Tensor, Member]]:
         """The parameters of a group, each once: modules that share one name it both, and nobody
@@ -242,6 +253,18 @@ class OwnedOptimizer:
             self._undo = undo
             self.zero_grad()
 
+    def follow(self, context: Context, data: bytes) -> None:
+        """A pass is complete here (see `autograd.sequels`): step with what the context has."""
+        started = time.perf_counter()
+        options = read_options(data)
+        mine = {index: changed for index, changed in options.items() if index in self._groups}
+        self.step(context.id, (), mine, None)
+        self._duration = time.perf_counter() - started
+
+    @property
+    def brief(self) -> bool:
+        return self._duration < BRIEF
+
     def _put(self, gradients: Mapping[int, Tensor]) -> None:
         place = 0
         try:
@@ -363,7 +386,8 @@ def found_part(
     groups: Sequence[Group],
     args: tuple[Any, ...],
     kwargs: Options,
+    key: int,
 ) -> Founded:
     """On the owner: make its part of the optimizer."""
-    part = OwnedOptimizer(make_optimizer, groups, args, kwargs)
+    part = OwnedOptimizer(make_optimizer, groups, args, kwargs, key)
     return Founded(RRef(part), part.options(), part.defaults())

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from telegrad.autograd.api import autograd_of
 from telegrad.optim.owned import Founded, Group, OwnedOptimizer, found_part
 from telegrad.rpc import RRef, get_worker_info, rpc_async
 from telegrad.rpc.calls import Pending
@@ -23,6 +24,8 @@ class Parts:
         kwargs: dict[str, Any],
     ) -> None:
         self._make = (make_optimizer, args, kwargs)
+        self.key = autograd_of().next_message()
+        """What all parts are known by in a pass. No other number of the job is the same."""
         self.by_owner: dict[str, RRef[OwnedOptimizer]] = {}
 
     def found(self, groups: Mapping[str, list[Group]]) -> dict[str, Founded]:
@@ -30,11 +33,13 @@ class Parts:
         make, args, kwargs = self._make
         here = get_worker_info().name
         futures = {
-            owner: rpc_async(owner, found_part, (make, part, args, kwargs))
+            owner: rpc_async(owner, found_part, (make, part, args, kwargs, self.key))
             for owner, part in groups.items()
             if owner != here
         }
-        made = {here: found_part(make, groups[here], args, kwargs)} if here in groups else {}
+        made = (
+            {here: found_part(make, groups[here], args, kwargs, self.key)} if here in groups else {}
+        )
         made.update({owner: future.wait() for owner, future in futures.items()})
         self.by_owner.update({owner: founded.part for owner, founded in made.items()})
         return made

@@ -40,6 +40,7 @@ from telegrad.rpc.failures import (
 from telegrad.rpc.limits import Ledger, Limits, default_limits
 from telegrad.rpc.members import Members
 from telegrad.rpc.passage import Passages
+from telegrad.rpc.relays import Relays
 from telegrad.rpc.results import Later, as_result
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.tally import Tally
@@ -102,7 +103,7 @@ class Node:
         self._made = Tally()
         self._finished = Tally()
         self.values = Values(self)
-        ValueRequests(self)
+        self.relays = Relays(self, ValueRequests(self).call_named)
         for name, factory in _services.items():
             self.services[name] = factory(self)
 

@@ -137,6 +137,10 @@ class ValueRequests:
             raise error
         return self._call_method(value, name, args, kwargs)
 
+    def call_named(self, named: ReferenceId, name: str, args: tuple[Any, ...]) -> object:
+        """Call a method of a value here, for a request of another kind."""
+        return self._invoke_named(self._me, named, name, args, {})
+
     def _require_own(self, named: ReferenceId) -> None:
         """What others own is not waited for here."""
         if named.owner != self._me:

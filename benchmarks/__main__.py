@@ -49,10 +49,15 @@ ROWS = (
     Row("8 client threads, per call", "8 threads, time per call", 1 / 3),
     Row("1 hop, forward and backward", "1 hop", 0.30),
     Row("10 hops, forward and backward", "10 hops", 0.30),
-    Row("training, small, 1 part: overhead", "small, 1 remote part: overhead", 0.40),
-    Row("training, small, 2 parts: overhead", "small, 2 remote parts: overhead", 0.40),
-    Row("training, medium, 1 part: overhead", "medium, 1 remote part: overhead", 0.40),
-    Row("training, medium, 2 parts: overhead", "medium, 2 remote parts: overhead", 0.40),
+    *[
+        Row(f"training, {size}, {count}{way}: overhead", f"{case}{way}: overhead", 0.40)
+        for way in (", as one", "")
+        for size in train.SIZES
+        for count, case in (
+            ("1 part", train.remote_case(size, 1)),
+            ("2 parts", train.remote_case(size, 2)),
+        )
+    ],
     Row("CPU of a call, both ends", "CPU of a no-op, both ends", 1.00),
 )
 

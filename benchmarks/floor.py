@@ -4,6 +4,9 @@ The same steps as in `train.py`, by processes that have a socket between them an
 names, no contexts, no references, no deadlines, no resends, and a part that knows by heart what
 comes next. Each looks for its bytes before it sleeps, as workers of telegrad do. What lies between
 that and telegrad is what its promises cost in Python; what it takes itself no library can avoid.
+
+The same once more with a thread for each connection of a part shows what it costs if the next
+message finds another thread than the last one.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -29,6 +33,7 @@ from benchmarks.train import (
     RATE,
     SIZES,
     Size,
+    as_one,
     build_part,
     local_case,
     lower_quartile,
@@ -39,6 +44,8 @@ from benchmarks.train import PROGRAM as TRAIN
 
 PROGRAM = "benchmarks.floor"
 BARE = "bare"
+THREADED = "bare, threads"
+AS_ONE = "telegrad, as one"
 LOOK_FOR = 0.01
 BUFFER = 1 << 21
 _HEADER = struct.Struct("<III")
@@ -105,7 +112,44 @@ def _serve_part(
         driver.send()
 
 
-def _bare_step(size: Size, parts: int) -> Callable[[], None]:
+def _serve_part_by_threads(
+    size: Size, parts: int, number: int, before: Pipe, behind: Pipe, driver: Pipe
+) -> None:
+    torch.set_num_threads(1)
+    part = build_part(size, parts, number)
+    optimizer = torch.optim.SGD(part.parameters(), lr=RATE)
+    under_way: list[tuple[Tensor, Tensor]] = []
+
+    def go_forward() -> None:
+        while True:
+            x = before.receive()
+            if number:
+                x.requires_grad_()
+            under_way.append((x, part(x)))
+            behind.send(under_way[0][1])
+
+    def go_back() -> None:
+        while True:
+            gradient = behind.receive()
+            x, output = under_way.pop()
+            optimizer.zero_grad()
+            output.backward(gradient)
+            if x.grad is None:
+                driver.send()
+            else:
+                before.send(x.grad)
+
+    for work in (go_forward, go_back):
+        threading.Thread(target=work, daemon=True).start()
+    while True:
+        driver.receive()
+        optimizer.step()
+        driver.send()
+
+
+def _bare_step(
+    size: Size, parts: int, serve_part: Callable[..., None] = _serve_part
+) -> Callable[[], None]:
     along = [socket.socketpair() for _ in range(parts + 1)]
     across = [socket.socketpair() for _ in range(parts)]
     for number in range(parts):
@@ -115,7 +159,7 @@ def _bare_step(size: Size, parts: int) -> Callable[[], None]:
             for end in (end for pair in along + across for end in pair):
                 if end.fileno() not in mine:
                     end.close()
-            _serve_part(size, parts, number, *map(Pipe, ends))
+            serve_part(size, parts, number, *map(Pipe, ends))
     first, last = Pipe(along[0][0]), Pipe(along[-1][1])
     workers = [Pipe(pair[0]) for pair in across]
     x, y = make_inputs(size)
@@ -135,11 +179,11 @@ def _bare_step(size: Size, parts: int) -> Callable[[], None]:
     return step
 
 
-def serve_bare() -> None:
+def serve_bare(serve_part: Callable[..., None]) -> None:
     torch.set_num_threads(1)
     slices.serve(
         {
-            remote_case(name, parts): _bare_step(size, parts)
+            remote_case(name, parts): _bare_step(size, parts, serve_part)
             for name, size in SIZES.items()
             for parts in PARTS
         }
@@ -149,7 +193,7 @@ def serve_bare() -> None:
 def measure(rounds: int, seconds: float) -> list[tuple[str, dict[str, float]]]:
     """By case, how much longer a step of each takes than the same step in one process."""
     local = slices.Sliced(TRAIN, LOCAL)
-    peers = [slices.Sliced(PROGRAM, BARE)]
+    peers = [slices.Sliced(PROGRAM, name) for name in (BARE, THREADED)]
     peers += [slices.Sliced(TRAIN, name, stops=name == "stock") for name in PEERS]
     rows = []
     with slices.started([local, *peers]):
@@ -161,6 +205,9 @@ def measure(rounds: int, seconds: float) -> list[tuple[str, dict[str, float]]]:
                     found.setdefault(LOCAL, []).append(_median(local, local_case(size), seconds))
                     for peer in peers:
                         found.setdefault(peer.name, []).append(_median(peer, case, seconds))
+                        if peer.name == "telegrad":
+                            step = _median(peer, as_one(case), seconds)
+                            found.setdefault(AS_ONE, []).append(step)
                     peers.reverse()
                 alone = lower_quartile(found.pop(LOCAL))
                 rows.append((case, {n: lower_quartile(t) - alone for n, t in found.items()}))
@@ -172,15 +219,16 @@ def _median(peer: slices.Sliced, case: str, seconds: float) -> float:
     return times[len(times) // 2]
 
 
-HEAD = ["overhead of a step", "bare", "telegrad", "stock", "bare to stock", "telegrad to stock"]
+COLUMNS = (BARE, THREADED, AS_ONE, "telegrad", "stock")
+HEAD = ["overhead of a step", *COLUMNS, "bare to stock", "as one to stock", "telegrad to stock"]
 
 
 def rows_of(overheads: list[tuple[str, dict[str, float]]]) -> list[list[str]]:
     rows = []
     for case, over in overheads:
-        bare, ours, stock = over[BARE], over["telegrad"], over["stock"]
-        times = [f"{each * 1000:.2f} ms" for each in (bare, ours, stock)]
-        rows.append([case, *times, f"{bare / stock:.2f}", f"{ours / stock:.2f}"])
+        times = [f"{over[each] * 1000:.2f} ms" for each in COLUMNS]
+        ratios = [f"{over[each] / over['stock']:.2f}" for each in (BARE, AS_ONE, "telegrad")]
+        rows.append([case, *times, *ratios])
     return rows
 
 
@@ -189,10 +237,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="how often each has its turn")
     parser.add_argument("--seconds", type=float, default=0.3, help="how long a turn takes")
     parser.add_argument("--write", action="store_true", help="write it to docs/performance.md")
-    parser.add_argument("--serve", choices=(BARE,), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=(BARE, THREADED), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve_bare()
+        serve_bare(_serve_part if arguments.serve == BARE else _serve_part_by_threads)
         return
     rows = rows_of(measure(arguments.rounds, arguments.seconds))
     print(pages.plain(HEAD, rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,11 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_node
 from telegrad.rpc.incoming import Aside, Incoming
 from telegrad.rpc.limits import default_limits
+from telegrad.rpc.lobby import Lobby
 from telegrad.rpc.meeting import CutShort
 from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
+from telegrad.rpc.watch import Watch
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.link import Link
@@ -76,16 +79,6 @@ def test_a_caller_that_never_acknowledges_is_sent_away(make_job: Callable[..., J
     assert job["c"].do(call_often, "b", 300) == "never lost"
 
 
-class Watch:
-    """One that sees nothing."""
-
-    sleeping = False
-
-    def poke(self) -> None: ...
-    def register(self, descriptor: int, notice: Any, events: int) -> None: ...
-    def forget(self, descriptor: int) -> None: ...
-
-
 class Callee:
     """What an `Incoming` knows of its worker, and the other end of its link."""
 
@@ -93,7 +86,9 @@ class Callee:
         self.served: list[int] = []
         self.serve: Callable[[Frame], None] = lambda frame: None
         self.threads = Threads()
-        self.watch = Watch()
+        self.watch = Watch(lambda now: 0.0, lambda: math.inf, self.threads.run)
+        self.watch.start()
+        self.lobby = Lobby(self.watch, self.threads.run)
         self.local = threading.local()
         self.silence: Any = threading.Condition()
         self.slow_functions = SlowFunctions()
@@ -136,6 +131,8 @@ class Callee:
     def close(self) -> None:
         self.incoming.end()
         self.caller.close()
+        self.watch.close()
+        self.lobby.close()
         self.threads.close()
 
 

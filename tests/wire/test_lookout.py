@@ -9,7 +9,7 @@ import time
 import pytest
 
 from telegrad.wire import lookout
-from telegrad.wire.lookout import Lookout
+from telegrad.wire.lookout import Lookout, looking_at
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def test_a_reader_that_was_served_soon_looks_for_a_while_and_not_for_long(pair, 
     monkeypatch.setattr(lookout, "LOOK_FOR", 0.05)
     monkeypatch.setattr(lookout, "KEPT_AWAY", 10.0)
     monkeypatch.setattr(lookout, "CROWDED", 10.0)
-    look = Lookout(pair[0])
+    look = Lookout(looking_at(pair[0]))
     assert 0.05 <= asked_for(look) < 5.0
 
 
 def test_a_reader_that_waited_long_sleeps_until_bytes_come_soon_again(pair, monkeypatch):
     monkeypatch.setattr(lookout, "KEPT_AWAY", 10.0)
     monkeypatch.setattr(lookout, "LOOK_FOR", 0.0)
-    look = Lookout(pair[0])
+    look = Lookout(looking_at(pair[0]))
     look.wait()
     look.came()
     monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
@@ -60,7 +60,7 @@ def test_bytes_end_the_looking(pair, monkeypatch):
     monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
     monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
     monkeypatch.setattr(lookout, "CROWDED", 60.0)
-    look = Lookout(pair[0])
+    look = Lookout(looking_at(pair[0]))
     sender = threading.Timer(0.05, pair[1].send, (b"x",))
     sender.start()
     assert asked_for(look) < 30.0
@@ -72,9 +72,9 @@ def test_nobody_looks_for_a_while_when_the_core_is_wanted_by_others(pair, monkey
     monkeypatch.setattr(lookout, "KEPT_AWAY", -1.0)
     monkeypatch.setattr(Lookout, "_rest", 60.0)
     monkeypatch.setattr(Lookout, "_resting_until", 0.0)
-    assert asked_for(Lookout(pair[0])) < 30.0
+    assert asked_for(Lookout(looking_at(pair[0]))) < 30.0
     monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
-    assert asked_for(Lookout(pair[1])) < 30.0
+    assert asked_for(Lookout(looking_at(pair[1]))) < 30.0
 
 
 def test_nobody_looks_for_a_while_where_many_look(pair, monkeypatch):
@@ -84,7 +84,7 @@ def test_nobody_looks_for_a_while_where_many_look(pair, monkeypatch):
     monkeypatch.setattr(lookout, "CROWDED", -1.0)
     monkeypatch.setattr(Lookout, "_rest", 60.0)
     monkeypatch.setattr(Lookout, "_resting_until", 0.0)
-    assert asked_for(Lookout(pair[0])) < 30.0
+    assert asked_for(Lookout(looking_at(pair[0]))) < 30.0
     assert Lookout._resting_until > time.monotonic()
 
 
@@ -92,7 +92,7 @@ def test_who_asks_last_looks_and_the_one_before_sleeps(pair, monkeypatch):
     monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
     monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
     monkeypatch.setattr(lookout, "CROWDED", 60.0)
-    first, second = Lookout(pair[0]), Lookout(pair[1])
+    first, second = Lookout(looking_at(pair[0])), Lookout(looking_at(pair[1]))
     asking = threading.Thread(target=asked_for, args=(first,))
     asking.start()
     while Lookout._looks is not first:
@@ -109,7 +109,7 @@ def test_who_is_kept_away_again_and_again_rests_for_longer_until_looking_pays(pa
     monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
     monkeypatch.setattr(lookout, "KEPT_AWAY", -1.0)
     monkeypatch.setattr(Lookout, "_rest", lookout.REST_FOR)
-    look = Lookout(pair[0])
+    look = Lookout(looking_at(pair[0]))
     for times in (2, 4, 8):
         monkeypatch.setattr(Lookout, "_resting_until", 0.0)
         look.wait()

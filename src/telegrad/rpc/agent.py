@@ -25,6 +25,7 @@ from telegrad.rpc.errors import NoRoom, TelegradError, WorkerLost
 from telegrad.rpc.failures import report_background_error
 from telegrad.rpc.futures import runs_callbacks
 from telegrad.rpc.incoming import Aside, Incoming
+from telegrad.rpc.lobby import Lobby
 from telegrad.rpc.lookout import Lookout
 from telegrad.rpc.loopback import Loopback
 from telegrad.rpc.meeting import (
@@ -101,6 +102,7 @@ class Agent:
         self._next_burial = 0.0
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
+        self.lobby = Lobby(self.watch, threads.run)
         threads.nudge = self.watch.poke
         self.visitors = Visitors(self, meeting, liveness)
         self._loopback = Loopback(self)
@@ -253,16 +255,16 @@ class Agent:
 
     def _tick(self, now: float) -> float:
         running = self._loopback.tick()
-        unwritten = False
+        tidy_in = math.inf
         if self.threads.has_waiting:
             self.threads.retry()
             running |= self.threads.has_waiting
         for incoming in list(self._incoming.values()):
             running |= incoming.tick()
-            unwritten |= incoming.tidies()
+            tidy_in = min(tidy_in, incoming.tidies(now))
         for outgoing in list(self._outgoing.values()):
             if isinstance(outgoing, Outgoing):
-                unwritten |= outgoing.tidies()
+                tidy_in = min(tidy_in, outgoing.tidies(now))
         if self.node.values.has_deaths:
             running = True
             if now >= self._next_burial:
@@ -270,7 +272,9 @@ class Agent:
                 self.threads.run(self._bury)
         if self.node.calls.next_deadline <= now:
             self.complete_elsewhere(self.node.calls.expire(now))
-        return QUICK_TICK if unwritten else TICK if running else 0.0
+        if not tidy_in:
+            return QUICK_TICK
+        return TICK if running or tidy_in < math.inf else 0.0
 
     def _bury(self) -> None:
         try:
@@ -619,6 +623,7 @@ class Agent:
             end.end()
         self._complete_cut(cut)
         self.watch.close()
+        self.lobby.close()
         self.lookout.close()
 
     def _complete_cut(self, cut: list[Pending]) -> None:

@@ -7,7 +7,8 @@ which costs more than most requests. Three things make it let go, so that nobody
   reading before it does.
 - The watch sees it run for longer than a tick. The function is remembered as slow: from then on
   another thread takes over before it starts, until it has been quick a few times.
-- The link is idle for a while: the watch looks after it until the next request.
+- The link has been read to its end, and others have links to this worker, too: all of them wait in
+  the lobby for their next request, and one thread with them.
 
 A leader is known by its token. Reading belongs to the token in `_leader`; whoever takes over puts a
 new one there, and the old leader, when its request is done, sees that and goes home.
@@ -23,9 +24,10 @@ from typing import TYPE_CHECKING
 
 from telegrad.rpc.cargo import weigh_arrived
 from telegrad.rpc.failures import report_background_error
+from telegrad.rpc.lobby import IDLE_TIMEOUT
 from telegrad.rpc.members import Member
 from telegrad.rpc.transport import Reply
-from telegrad.rpc.watch import READABLE, TICK
+from telegrad.rpc.watch import TICK
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.link import Link, LinkBroken, LinkClosed
@@ -33,7 +35,6 @@ from telegrad.wire.link import Link, LinkBroken, LinkClosed
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
-IDLE_TIMEOUT = 0.5
 TICKS_BEFORE_BEGUN = 12
 PATIENCE = 5.0
 FEW_ANSWERS = 64
@@ -108,14 +109,29 @@ class Incoming:
             if self._leader is not None or self.gone:
                 return
             me = self._leader = object()
-        self.agent.threads.run(lambda: self._lead(me))
+        self.agent.threads.run(lambda: self._lead_and_host(me))
 
     # Leading.
 
-    def _lead(self, me: object) -> None:
-        local = self.agent.local
+    def lead(self) -> None:
+        """Bytes were noticed: read and serve, on the calling thread, if nobody does."""
+        with self._lock:
+            if self._leader is not None or self.gone:
+                return
+            me = self._leader = object()
+        self._lead(me, noticed=True)
+
+    def _lead_and_host(self, me: object) -> None:
+        self._lead(me)
+        self.agent.lobby.host()
+
+    def _lead(self, me: object, noticed: bool = False) -> None:
+        local, lobby = self.agent.local, self.agent.lobby
         local.timed = None
+        by_turns = not noticed
         while self._leader is me:
+            if by_turns and not self.link.has_bytes() and self._park():
+                return
             try:
                 frame = self.link.receive()
             except (LinkBroken, LinkClosed) as error:
@@ -142,6 +158,7 @@ class Incoming:
             if self.link.session.kept_frames > FEW_ANSWERS and self._keeps_too_much():
                 self.agent.lose(self.member.info.id, "it never acknowledges the answers it gets")
                 return
+            by_turns = lobby.served(self)
             self._function = None
             self._turn += 1
             if self.agent.watch.sleeping:
@@ -279,27 +296,28 @@ class Incoming:
                 return False
             if turn is not None and turn != self._turn:
                 return False
-            heir = self._leader = object()
             self._turn += 1
             self._aside.add(1)
-        self.agent.threads.run(lambda: self._lead(heir))
+            if not self.link.has_bytes():
+                # Nobody need be woken before there is something to read.
+                self._leader = None
+                self.agent.lobby.admit(self, self._descriptor)
+                return True
+            heir = self._leader = object()
+        self.agent.threads.run(lambda: self._lead_and_host(heir))
         return True
 
     def _park(self) -> bool:
-        """Leave an idle link to the watch."""
+        """Leave the link to the lobby."""
         with self._lock:
             if self.gone:
                 return True
             if self.link.has_bytes():
                 return False
             self._leader = None
-            # In the same step: who finds that nobody leads may have the watch forget it again.
-            self.agent.watch.register(self._descriptor, self._noticed, READABLE)
+            # In the same step: who finds that nobody leads may have the lobby forget it again.
+            self.agent.lobby.admit(self, self._descriptor)
         return True
-
-    def _noticed(self, events: int) -> None:
-        self.agent.watch.forget(self._descriptor)
-        self.start()
 
     def tick(self) -> bool:
         """The watch looks in. Whether anything runs."""
@@ -315,12 +333,12 @@ class Incoming:
         self._seen_turn = turn
         return running
 
-    def tidies(self) -> bool:
-        """Whether something was left unwritten, and is written now."""
-        if not (self.link.has_unwritten or self.link.freed):
-            return False
-        self.agent.threads.run(self._tidy)
-        return True
+    def tidies(self, now: float) -> float:
+        """Have written what was left unwritten; in how many seconds to look for that again."""
+        left = self.link.tidy_in(now)
+        if not left:
+            self.agent.threads.run(self._tidy)
+        return left
 
     def _tidy(self) -> None:
         with contextlib.suppress(LinkClosed):
@@ -341,7 +359,7 @@ class Incoming:
             while not self._is_silent() and time.monotonic() < until:
                 self.agent.silence.wait(TICK)
         # While the stream that broke still has its number: another may have it soon.
-        self.agent.watch.forget(self._descriptor)
+        self.agent.lobby.forget(self, self._descriptor)
 
     def _is_silent(self) -> bool:
         with self._lock:
@@ -359,6 +377,7 @@ class Incoming:
         self.start()
 
     def end(self) -> None:
-        self.gone = True
-        self.agent.watch.forget(self._descriptor)
+        with self._lock:
+            self.gone = True
+            self.agent.lobby.forget(self, self._descriptor)
         self.link.close()

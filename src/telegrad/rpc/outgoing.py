@@ -335,12 +335,13 @@ class Outgoing:
 
     # What the watch notices.
 
-    def tidies(self) -> bool:
-        """The watch looks in. Whether something was left unwritten, and is written now."""
-        if not (self.link.has_unwritten or self.link.freed):
-            return False
-        self.agent.threads.run(self._tidy)
-        return True
+    def tidies(self, now: float) -> float:
+        """The watch looks in: have written what was left unwritten; in how many seconds to look for
+        that again."""
+        left = self.link.tidy_in(now)
+        if not left:
+            self.agent.threads.run(self._tidy)
+        return left
 
     def _tidy(self) -> None:
         with contextlib.suppress(LinkClosed):

@@ -26,6 +26,8 @@ TICK = 0.004
 works, just when that one comes back from the kernel: it must be rare beside calls."""
 QUICK_TICK = 0.001
 """The same while something waits to be written."""
+REST = 0.012
+"""The same while nothing runs, for as long as a poke for each request would cost more."""
 ACTIVE_FOR = 0.05
 PAUSE_AFTER_ERROR = 0.05
 
@@ -164,7 +166,7 @@ class Watch:
         now = time.monotonic()
         self._run_due(now)
         again = self._tick(now)
-        self._again = again or TICK
+        self._again = again or REST
         return now + ACTIVE_FOR if again else active_until
 
     def _until_next(self, now: float) -> float | None:

@@ -8,6 +8,8 @@ frame that was cut in the middle has left no trace.
 
 from __future__ import annotations
 
+import math
+
 from telegrad.wire.connection import LinkBroken, LinkClosed, nobody_looks
 from telegrad.wire.frames import Kind
 from telegrad.wire.group import TensorGroup
@@ -19,9 +21,27 @@ from telegrad.wire.stream import Stream
 
 __all__ = ["Link", "LinkBroken", "LinkClosed"]
 
+FREED_MAY_WAIT = 0.05
+"""Seconds. As a rule a message leaves before that, and takes along what was freed."""
+
 
 class Link(Sending, Receiving):
     """Sends and receives frames; large tensors go beside them where both ends have a way."""
+
+    _freed_since = math.inf
+
+    def tidy_in(self, now: float) -> float:
+        """In how many seconds there is something to tidy, unless a message takes it along.
+
+        What is on the queue is late already; shared memory may wait for a message to ride on.
+        """
+        if self.has_unwritten:
+            return 0.0
+        if not self.freed:
+            self._freed_since = math.inf
+            return math.inf
+        self._freed_since = min(self._freed_since, now)
+        return max(0.0, self._freed_since + FREED_MAY_WAIT - now)
 
     def tidy(self) -> None:
         """Give back shared memory and acknowledge, without waiting for a message to ride on."""

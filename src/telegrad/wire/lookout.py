@@ -25,6 +25,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Callable
 from typing import ClassVar
 
 LOOK_FOR = 0.01
@@ -42,6 +43,13 @@ REST_FOR = 0.001
 LONGEST_REST = 1.0
 
 
+def looking_at(sock: socket.socket) -> Callable[[int], object]:
+    """How to look for the bytes of a socket."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return poll.poll
+
+
 class Lookout:
     """The patience of one stream's reader."""
 
@@ -51,10 +59,9 @@ class Lookout:
     _rest: ClassVar[float] = REST_FOR
     _looks: ClassVar[Lookout | None] = None
 
-    def __init__(self, sock: socket.socket) -> None:
-        poll = select.poll()
-        poll.register(sock, select.POLLIN)
-        self._look = poll.poll
+    def __init__(self, look: Callable[[int], object]) -> None:
+        """`look(0)` is true if there are bytes."""
+        self._look = look
         self._soon = True
         self._asked = 0.0
 

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from telegrad.wire.lookout import Lookout
+from telegrad.wire.lookout import Lookout, looking_at
 
 DO_NOT_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_PARTS = os.sysconf("SC_IOV_MAX")
@@ -90,7 +90,7 @@ class PlainStream:
         self.loss: OSError | None = None
         self.crowd: Collection[object] = ()
         self._socket = sock
-        self._lookout = Lookout(sock)
+        self._lookout = Lookout(looking_at(sock))
         close_when_collected(self, sock)
 
     def recv_into(self, view: memoryview) -> int:

@@ -1,0 +1,143 @@
+"""Where links that nobody reads wait for their next request, together, and one thread with them.
+
+A worker that several others call has a link for each. With a reader for each, the next request
+would find another thread than the last one: asleep, perhaps on another core, with the interpreter
+in the hands of the one that was served last and now looks for bytes in vain. Threads that take
+turns so make a step of training about a millisecond longer than one does (`make bench-floor`).
+
+So a link that has been read to its end is *admitted* here, and the thread that read it *hosts*: it
+waits for all links at once and leads the first that has something. There is one host at a time; a
+thread that finds one goes home. While the host serves a request, nobody is here: then the watch is
+told to notice the next bytes, and sends a thread. So requests of different links run at the same
+time, and a thread is woken for that only if there is something to do. Where one link alone brings
+one request after the other, its reader waits for the next by itself.
+
+Bytes are noticed once for each admission (EPOLLONESHOT): of several threads that wait, or look, one
+is given the link. What must never happen: a link that nobody leads and that is not here, or a link
+that is here while neither a host nor the watch waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from telegrad.rpc.watch import READABLE, Watch
+from telegrad.wire.lookout import Lookout
+
+if TYPE_CHECKING:
+    from telegrad.rpc.incoming import Incoming
+
+IDLE_TIMEOUT = 0.5
+"""Seconds after which a host leaves the links to the watch."""
+_NOTHING = select.EPOLLONESHOT
+
+
+class Lobby:
+    """The links of one worker that wait for requests."""
+
+    def __init__(self, watch: Watch, run: Callable[[Callable[[], object]], None]) -> None:
+        self._watch = watch
+        self._run = run
+        self._epoll = select.epoll()
+        self._descriptor = self._epoll.fileno()
+        self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
+        self._links: dict[int, Incoming] = {}
+        self._closed = False
+        self._hosted = False
+        self._last: Incoming | None = None
+        self._found: list[tuple[int, int]] = []
+        self._lookout = Lookout(self._look)
+        watch.register(self._descriptor, self._noticed, _NOTHING)
+
+    def served(self, link: Incoming) -> bool:
+        """A request of a link is being served. Whether the one before came by another."""
+        before, self._last = self._last, link
+        return before is not link
+
+    def admit(self, link: Incoming, descriptor: int) -> None:
+        """Nobody leads this link any more: whoever is here is to be given its next bytes."""
+        try:
+            self._epoll.modify(descriptor, READABLE)
+        except FileNotFoundError:
+            self._links[descriptor] = link
+            self._epoll.register(descriptor, READABLE)
+        except ValueError:
+            return  # This worker has left.
+        if not self._hosted:
+            with self._lock:
+                if not self._hosted:
+                    self._watch.look_for(self._descriptor, READABLE)
+
+    def forget(self, link: Incoming, descriptor: int) -> None:
+        """The descriptor is not the link's any more, or the link is over."""
+        if link is self._last:
+            self._last = None
+        self._links.pop(descriptor, None)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(descriptor)
+
+    def host(self) -> None:
+        """Wait here and lead what comes, while nobody else does; return when it is quiet."""
+        while self._begin_to_host() and (link := self._next()) is not None:
+            link.lead()
+
+    def _begin_to_host(self) -> bool:
+        """False: somebody else does."""
+        with self._lock:
+            if self._hosted or self._closed:
+                return False
+            self._hosted = True
+            self._watch.look_for(self._descriptor, _NOTHING)
+            return True
+
+    def _next(self) -> Incoming | None:
+        """The next link with something to read; None if none came for a while."""
+        try:
+            if not self._lookout.wait():
+                self._found = self._sleep()
+                self._lookout.came()
+            found, self._found = self._found, []
+        finally:
+            with self._lock:
+                self._hosted = False
+                self._watch.look_for(self._descriptor, READABLE)
+                if self._closed:
+                    self._left.notify_all()
+        return self._links.get(found[0][0]) if found else None
+
+    def _look(self, _: int) -> bool:
+        try:
+            self._found = self._epoll.poll(0, 1)
+        except (OSError, ValueError):
+            return False  # This worker has left.
+        return bool(self._found)
+
+    def _sleep(self) -> list[tuple[int, int]]:
+        try:
+            return self._epoll.poll(IDLE_TIMEOUT, 1)
+        except (OSError, ValueError):
+            return []
+
+    def _noticed(self, _: int) -> None:
+        """The watch says that there are bytes. It may have been told to look no more meanwhile."""
+        if not self._hosted:
+            self._run(self.host)
+
+    def close(self) -> None:
+        """This worker leaves. After its links have ended, and its watch."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._epoll.close)
+            # A host that sleeps here would sleep on. If there is no room, it does.
+            with contextlib.suppress(OSError):
+                alarm = os.eventfd(1, os.EFD_CLOEXEC)
+                stack.callback(os.close, alarm)
+                self._epoll.register(alarm, select.EPOLLIN)
+            with self._lock:
+                self._closed = True
+                self._left.wait_for(lambda: not self._hosted, IDLE_TIMEOUT)

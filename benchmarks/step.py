@@ -1,8 +1,8 @@
 """Where the time of a step with two remote parts goes: `python -m benchmarks.step`.
 
-The driver leaves the activation with the first worker and has the second fetch it, runs a backward
-pass through both, and steps their optimizer. All three note when they write a message and when one
-has come; they have the same clock. Printed are the medians since the beginning of the step, over
+The two parts are a `RemoteSequential`, and the step of their optimizer is a part of the backward
+pass. All three workers note when they write a message and when one has come, and when they compute;
+they have the same clock. Printed are the medians since the beginning of the step, over
 the steps with the usual messages, and what lies between two of them.
 """
 
@@ -22,8 +22,9 @@ import telegrad
 from benchmarks import machine, pages
 from benchmarks.train import RATE, SIZES, build_part, make_inputs
 from telegrad import autograd, rpc
-from telegrad.nn import RemoteModule
-from telegrad.optim import DistributedOptimizer
+from telegrad.autograd import torch_private
+from telegrad.nn import RemoteModule, RemoteSequential
+from telegrad.optim import DistributedOptimizer, owned
 from telegrad.rpc.current import current_node
 
 WARM_UP = 100
@@ -58,9 +59,29 @@ class Noting:
         return sent
 
 
+def note_computing(here: str) -> None:
+    """Note when a module, the engine and an optimizer begin and end."""
+    for owner, name, what in (
+        (torch.nn.Sequential, "forward", "its module"),
+        (torch_private, "run_engine", "its graph"),
+        (owned, "step_quietly", "its optimizer"),
+    ):
+        work: Any = getattr(owner, name)
+
+        def noting(*args: Any, work: Any = work, what: str = what, **kwargs: Any) -> Any:
+            _events.append((time.monotonic(), f"{here} runs {what}"))
+            try:
+                return work(*args, **kwargs)
+            finally:
+                _events.append((time.monotonic(), f"{here} has run {what}"))
+
+        setattr(owner, name, noting)
+
+
 def begin_to_note() -> None:
     torch.set_num_threads(1)
     node = current_node()
+    note_computing(_called(node.info.name))
     transport: Any = node.transport
     for end in transport.ends():
         names = (_called(name) for name in (node.info.name, end.member.info.name))
@@ -83,7 +104,8 @@ def measure() -> list[tuple[str, float]]:
         RemoteModule(name, build_part, (size, len(WORKERS), number))
         for number, name in enumerate(WORKERS)
     ]
-    optimizer = DistributedOptimizer(torch.optim.SGD, modules, lr=RATE)
+    model = RemoteSequential(*modules)
+    optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=RATE)
 
     def note(what: str) -> None:
         _events.append((time.monotonic(), what))
@@ -91,13 +113,11 @@ def measure() -> list[tuple[str, float]]:
     def step() -> None:
         note(BEGINS)
         with autograd.context() as context:
-            output = modules[1](modules[0].lazy(x))
+            output = model(x)
             note("driver: the output is here")
             loss = cross_entropy(output, y)
             note("driver: the loss is computed")
-            autograd.backward(context, [loss])
-            note("driver: the pass is over")
-            optimizer.step(context)
+            optimizer.backward_and_step(context, [loss])
             note("driver: all have stepped")
 
     for _ in range(WARM_UP):

@@ -37,6 +37,8 @@ from telegrad.rpc.errors import Refused, TelegradError
 from telegrad.rpc.failures import describe_error, in_brief, rebuild_error, told_error
 from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.results import Finish, Later
+from telegrad.rpc.wording import of_relayed
+from telegrad.wire.errors import Unpackable
 from telegrad.wire.parcel import Parcel
 
 if TYPE_CHECKING:
@@ -164,9 +166,11 @@ class Relays:
             try:
                 first = course.here.owner
                 node.post(first, PASS_ON, Parcel(PASS_ON, data, (tensor,)), node.crossing.current())
-            except BaseException:
+            except BaseException as error:
                 node.drop(pending)
                 node.never_left(pending)
+                if isinstance(error, Unpackable):
+                    raise of_relayed(error, f"what {name} is given") from error.__cause__
                 raise
             for leave in leaving:
                 leave()
@@ -274,6 +278,11 @@ class Relays:
                 self._post(onward, value, scope)
             else:
                 self._within(scope, lambda: self._call(onward, value))
+        except Unpackable as problem:
+            whose = f"the result of a method on worker {self._node.info.name!r}"
+            told = of_relayed(problem, whose)
+            told.__cause__ = problem.__cause__
+            self._tell_failure(course, told)
         except BaseException as problem:
             self._tell_failure(course, problem)
 

@@ -25,6 +25,7 @@ from telegrad.wire.parcel import Parcel
 from tests.rpc import data_functions, functions
 from tests.rpc.fleet import Job, Nursery
 from tests.rpc.inside import call, when_settled
+from tests.rpc.test_interrupts import LONGEST, SEED, interrupt_often
 
 MakeJob = Callable[..., Job]
 names = ["a", "b", "c", "d"]
@@ -512,6 +513,25 @@ def test_who_is_interrupted_leaves_nothing_at_the_last(
     for process in job.processes.values():
         assert process.do(nothing_is_kept)
     job["c"].do(call, "b", functions.set_event, "never")
+    job.close()
+
+
+def interrupt_at_random(owners: list[str], times: int) -> int:
+    stages = stages_of("".join(owners), owners)
+
+    def one() -> None:
+        with autograd.context():
+            assert torch.equal(relay(stages, torch.ones(3), "doubled", 20.0), torch.full((3,), 4.0))
+
+    return interrupt_often(one, times, SEED, LONGEST)
+
+
+@pytest.mark.parametrize("owners", [["b", "c"], ["b", "b"]])
+def test_an_interrupt_at_any_moment_leaves_nothing(make_job: MakeJob, owners: list[str]) -> None:
+    job = make_job("a", "b", "c")
+    assert job["a"].do(interrupt_at_random, owners, 400) > 0
+    check_left(job)
+    assert torch.equal(job["a"].do(run, "doubled", owners, torch.ones(1)), torch.full((1,), 4.0))
     job.close()
 
 

@@ -32,6 +32,8 @@ class RemoteSequential(nn.Sequential):
     """
 
     def forward(self, input: Any) -> Any:
+        if is_dynamo_compiling():
+            return super().forward(input)
         for is_remote, run in groupby(self, _is_remote):
             if is_remote:
                 input = _passed_through(list(run), input)
@@ -47,10 +49,6 @@ def _is_remote(module: nn.Module) -> bool:
 
 
 def _passed_through(modules: Sequence[Any], value: Any) -> Any:
-    if is_dynamo_compiling():
-        for module in modules:
-            value = module(value)
-        return value
     last = modules[-1]
     is_plain = type(value) is torch.Tensor and ambient() is None
     if is_plain and 1 < len(modules) <= MOST_STAGES and _can_relay(modules):

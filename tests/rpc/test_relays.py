@@ -26,6 +26,7 @@ from tests.rpc import data_functions, functions
 from tests.rpc.fleet import Job, Nursery
 from tests.rpc.inside import call, when_settled
 from tests.rpc.test_interrupts import LONGEST, SEED, interrupt_often
+from tests.rpc.test_refused_records import keep_at_most
 
 MakeJob = Callable[..., Job]
 names = ["a", "b", "c", "d"]
@@ -563,6 +564,31 @@ def test_an_error_that_is_too_long_for_a_message_is_told_in_brief(make_job: Make
     kind, words, _ = job["a"].do(raised, "lies_long", ["b", "c"], torch.ones(1), 20.0)
     assert kind == "RemoteError"
     assert "so so so" in words
+    check_left(job)
+    job.close()
+
+
+def run_twice(owners: list[str]) -> Any:
+    """The second relay is one too many for who keeps few records; the first can go back."""
+    stages = stages_of("".join(owners), owners)
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context_id:
+        y = relay(stages, x, "doubled")
+        try:
+            relay(stages, x, "doubled", 0)
+        except rpc.TelegradError as error:
+            autograd.backward(context_id, [y.sum()])
+            return str(error), autograd.get_gradients(context_id)[x]
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize("where", ["b", "c"])
+def test_a_stage_that_keeps_no_more_records_tells_the_driver(make_job: MakeJob, where: str) -> None:
+    job = make_job("a", "b", "c")
+    job[where].do(keep_at_most, "records", 1)
+    words, gradient = job["a"].do(run_twice, ["b", "c"])
+    assert f"worker {where!r} keeps 1 records for worker" in words
+    assert torch.equal(gradient, torch.full((3,), 4.0))
     check_left(job)
     job.close()
 

@@ -33,7 +33,7 @@ class RemoteSequential(nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         if is_dynamo_compiling():
-            return super().forward(input)
+            return super().forward(input)  # type: ignore[no-untyped-call]
         for is_remote, run in groupby(self, _is_remote):
             if is_remote:
                 input = _passed_through(list(run), input)

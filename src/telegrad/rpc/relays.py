@@ -23,6 +23,7 @@ relay that is over.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import threading
@@ -38,7 +39,9 @@ from telegrad.rpc.failures import describe_error, in_brief, rebuild_error, told_
 from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.results import Finish, Later
 from telegrad.rpc.wording import of_relayed
-from telegrad.wire.errors import Unpackable
+from telegrad.wire.codec import unpack
+from telegrad.wire.errors import CodecError, Unpackable
+from telegrad.wire.frames import Frame
 from telegrad.wire.parcel import Parcel
 
 if TYPE_CHECKING:
@@ -126,6 +129,7 @@ class Relays:
         node.on_post(PASS_ON, self._on_pass_on)
         node.on_post(FAILED, self._on_failed)
         node.on_post(OVER, self._on_over)
+        node.on_unread(self._on_unread)
         node.on_lost(self._on_lost)
 
     def counts(self) -> int:
@@ -212,6 +216,15 @@ class Relays:
         if type(parcel) is not Parcel or len(parcel.tensors) != 1:
             raise ValueError("a relay that brings no tensor")
         self._arrived(read_course(parcel.data), parcel.tensors[0])
+
+    def _on_unread(self, sender: int, frame: Frame, reason: str) -> None:
+        """A tensor was not taken in, as autograd keeps no more of them, say: its driver waits."""
+        if self._node.data_only or PASS_ON.encode() not in frame.meta:
+            return
+        with contextlib.suppress(CodecError):
+            parcel = unpack(frame.meta, frame.buffers, None, self._node.trust)
+            if type(parcel) is Parcel and parcel.topic == PASS_ON:
+                self._tell_failure(read_course(parcel.data), Refused(reason))
 
     def _on_call(self, sender: int, data: Any, value: Any) -> None:
         """As `_on_pass_on`, for what is not a tensor alone: it may be that it cannot be read here,

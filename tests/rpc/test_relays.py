@@ -151,6 +151,23 @@ def test_a_stage_may_be_a_coroutine() -> None:
         assert result.leaks == {}, seed
 
 
+def send_along(owners: str, is_sent: bool) -> None:
+    stages = make(owners)
+    for stage in stages:
+        stage.to_here()
+    if is_sent:
+        relay(stages, torch.ones(3))
+
+
+@pytest.mark.parametrize("owners", ["bc", "bcd", "dcbd"])
+def test_a_relay_is_two_messages_more_than_it_has_stages(owners: str) -> None:
+    without, sent = (
+        simulate(lambda is_sent=is_sent: send_along(owners, is_sent), names).messages
+        for is_sent in (False, True)
+    )
+    assert sent - without == len(owners) + 2
+
+
 def drive_many(seed: int, method: str) -> int:
     """Relays one after the other, each under a bound of its own. How many came through."""
     draw = random.Random(seed)
@@ -564,6 +581,29 @@ def test_an_error_that_is_too_long_for_a_message_is_told_in_brief(make_job: Make
     kind, words, _ = job["a"].do(raised, "lies_long", ["b", "c"], torch.ones(1), 20.0)
     assert kind == "RemoteError"
     assert "so so so" in words
+    check_left(job)
+    job.close()
+
+
+def references_of(owners: list[str]) -> list[tuple[int, ...]]:
+    return [tuple(stage._reference) for stage in stages_of("".join(owners), owners)]
+
+
+def raised_by(references: list[tuple[int, ...]], method: str, x: Tensor) -> str:
+    stages = [ReferenceId(*each) for each in references]
+    with pytest.raises(rpc.WorkerLost) as caught:
+        current_node().relays.run(stages, method, x, 0, "a relay of this test")
+    return str(caught.value)
+
+
+def test_the_loss_of_a_stage_that_the_driver_never_met_is_noticed(make_job: MakeJob) -> None:
+    job = make_job("a", "b", "c", "d")
+    stages = job["d"].do(references_of, ["b", "c", "b"])
+    failing = job["a"].begin(raised_by, stages, "waits", torch.tensor([names.index("c")]))
+    job["d"].do(call, "c", functions.wait_event, "begun")
+    job["c"].kill()
+    assert "Worker 'c' is gone" in failing.result(20)
+    del job.processes["c"]
     check_left(job)
     job.close()
 

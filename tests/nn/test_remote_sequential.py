@@ -193,6 +193,34 @@ def test_autocast_of_the_caller_holds_at_all_stages() -> None:
         assert all(g is not None for g in gradients_in(spread, context_id))
 
 
+@pytest.mark.parametrize("options", [{"compile": {"backend": "eager"}}, {"device": "/cpu"}])
+def test_modules_may_be_compiled_or_have_a_device(options: dict[str, Any]) -> None:
+    local, _ = layers("--")
+    device = options.pop("device", "")
+    spread = RemoteSequential(
+        *[
+            RemoteModule(worker + device, modules.linear, (4, 4, seed), **options)
+            for seed, worker in enumerate(WORKERS)
+        ]
+    )
+    check(local, spread)
+
+
+def test_gradients_can_be_differentiated_again() -> None:
+    local, spread = both("1212", [partial(modules.linear, 4, 4, 1), nn.Tanh] * 2)
+    here, there = x().requires_grad_(), x().requires_grad_()
+    (first,) = torch.autograd.grad(local(here).square().sum(), here, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), here)
+    with autograd.context() as context_id:
+        loss = spread(there).square().sum()
+        autograd.backward(context_id, [loss], create_graph=True)
+        found = autograd.get_gradients(context_id)[there]
+        torch.testing.assert_close(found, first)
+        autograd.backward(context_id, [found.square().sum()])
+        both_passes = autograd.get_gradients(context_id)[there]
+    torch.testing.assert_close(both_passes, first + second)
+
+
 # What goes wrong.
 
 

@@ -608,6 +608,31 @@ def test_the_loss_of_a_stage_that_the_driver_never_met_is_noticed(make_job: Make
     job.close()
 
 
+def give_up_before_it_is_expected(owners: list[str], calls: int) -> str:
+    """So many calls of the last worker are open that the one which expects the tensor has to wait
+    until its time is up; the tensor itself goes its way."""
+    stages = stages_of("".join(owners), owners)
+    waiting = [
+        rpc.rpc_async(owners[-1], functions.wait_event, args=("let go",), timeout=0)
+        for _ in range(calls)
+    ]
+    with autograd.context(), pytest.raises(rpc.CallTimeout) as caught:
+        relay(stages, torch.ones(3), "doubled", 0.2)
+    rpc.rpc_sync(owners[0], functions.nothing)
+    # Threads that serve are let through, and so is who is called by this worker's own call.
+    rpc.rpc_sync(owners[0], call, args=(owners[-1], functions.set_event, "let go"))
+    for each in waiting:
+        each.wait()
+    return str(caught.value)
+
+
+def test_a_tensor_that_comes_without_being_expected_is_let_go(make_job: MakeJob) -> None:
+    job = make_job("a", "b", "c", limits=rpc.Limits(calls_in_flight=8))
+    assert "a relay of this test" in job["a"].do(give_up_before_it_is_expected, ["b", "c"], 7)
+    check_left(job)
+    job.close()
+
+
 def run_twice(owners: list[str]) -> Any:
     """The second relay is one too many for who keeps few records; the first can go back."""
     stages = stages_of("".join(owners), owners)

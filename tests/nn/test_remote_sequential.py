@@ -297,6 +297,7 @@ def test_after_an_error_its_context_goes_on() -> None:
 # What is more than a call of each module.
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_hooks_of_the_last_module_run_here_and_those_of_others_do_not() -> None:
     local, spread = layers("12")
     seen: list[Any] = []

@@ -206,7 +206,7 @@ def run_many(seed: int, faults: Faults) -> Result:
 
 def test_relays_of_all_through_all_leave_nothing() -> None:
     through = 0
-    for seed in seeds(40):
+    for seed in seeds(25):
         faults = Faults(drop=0.03, duplicate=0.03, reorder=0.2, delay=0.2)
         result = run_many(seed, faults)
         assert result.leaks == {}, seed
@@ -215,7 +215,7 @@ def test_relays_of_all_through_all_leave_nothing() -> None:
 
 
 def test_relays_of_all_through_all_leave_nothing_on_the_survivors_of_a_kill() -> None:
-    for seed in seeds(60):
+    for seed in seeds(40):
         draw = random.Random(seed)
         faults = Faults(reorder=0.2, delay=0.2).kill(draw.choice("bcd"), at=draw.randint(5, 150))
         result = run_many(seed, faults)
@@ -554,12 +554,9 @@ def test_an_interrupt_at_any_moment_leaves_nothing(make_job: MakeJob, owners: li
 
 
 @pytest.mark.parametrize("victim", "bcd")
-@pytest.mark.parametrize("timeout", [0, 30.0])
-def test_a_worker_that_is_killed_while_its_stage_runs(
-    make_job: MakeJob, victim: str, timeout: float
-) -> None:
+def test_a_worker_that_is_killed_while_its_stage_runs(make_job: MakeJob, victim: str) -> None:
     job = make_job("a", "b", "c", "d")
-    way = (["b", "c", "d"], torch.tensor([names.index(victim)]), timeout)
+    way = (["b", "c", "d"], torch.tensor([names.index(victim)]), 0)
     failing = job["a"].begin(raised, "waits", *way)
     helper = next(name for name in "bcd" if name != victim)
     job[helper].do(call, victim, functions.wait_event, "begun")

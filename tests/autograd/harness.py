@@ -153,7 +153,7 @@ class Mailbox:
     def on_closed(self, callback: Callable[[], None]) -> None:
         self.close = callback
 
-    def on_unread(self, callback: Callable[[int, bytes, str], None]) -> None:
+    def on_unread(self, callback: Callable[[int, Any, str], None]) -> None:
         """Nothing is refused here."""
 
     def lost_workers(self) -> dict[int, str]:

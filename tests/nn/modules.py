@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import threading
 import weakref
 from typing import Any, NamedTuple
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from telegrad import rpc
-from telegrad.nn import RemoteModule
+from telegrad.nn import RemoteModule, RemoteSequential
+from telegrad.rpc.current import current_node
 
 seen: list[Any] = []
 
@@ -366,3 +369,98 @@ class Devices(nn.Module):
     def forward(self, x: Any) -> list[str]:
         tensors = x.values() if isinstance(x, dict) else [x] if isinstance(x, Tensor) else x
         return [str(tensor.device) for tensor in tensors]
+
+
+class Split(nn.Module):
+    """Gives two tensors, in a container of some kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        a, b = x * self.weight, x + self.weight
+        return {"tuple": (a, b), "list": [a, b], "dict": {"a": a, "b": b}, "named": Couple(a, b)}[
+            self.kind
+        ]
+
+
+class Joined(nn.Module):
+    """Takes what a `Split` gives, as one argument, and says what it was."""
+
+    def forward(self, pair: Any) -> Tensor:
+        assert isinstance(pair, tuple | list | dict)
+        a, b = pair.values() if isinstance(pair, dict) else pair
+        result: Tensor = a * b.sin()
+        return result
+
+
+class Awaits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 4))
+
+    async def forward(self, x: Tensor) -> Tensor:
+        await asyncio.sleep(0)
+        return x * self.weight
+
+
+class GivesParameter(nn.Module):
+    """Its result is a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight
+
+
+class KeepsMode(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        seen.append(torch.is_grad_enabled())
+        return x * 2
+
+
+class WaitsForWord(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert words.get(timeout=20) == "go on"
+        return x
+
+
+words: queue.Queue[str] = queue.Queue()
+
+
+class Unsendable(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return threading.Lock()
+
+
+class HolderOfSeveral(nn.Module):
+    """Has a RemoteSequential inside, wherever it lives itself."""
+
+    def __init__(self, *workers: str) -> None:
+        super().__init__()
+        self.here = linear(4, 4, 10)
+        parts = [RemoteModule(w, linear, (4, 4, seed)) for seed, w in enumerate(workers, 11)]
+        self.there = RemoteSequential(*parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.there(self.here(x))
+        return result
+
+
+class Halving(RemoteModule):
+    """A subclass that does something here as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x) / 2
+        return result
+
+
+def relays_kept() -> tuple[int, int]:
+    """The relays and the contexts that this worker keeps."""
+    node = current_node()
+    contexts = node.services["autograd"].counts()["num_autograd_contexts"]
+    return node.relays.counts(), int(contexts)

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from telegrad import autograd, checkpoint, rpc
-from telegrad.nn import RemoteModule
+from telegrad.nn import RemoteModule, RemoteSequential
 from telegrad.optim import DistributedOptimizer, GradScaler, StepFailed
 from tests.documents import code_in, output_of, page
 
-SCRIPT, MIXED_PRECISION, AFTER_A_LOSS = code_in(page("training.md"))
+SCRIPT, IN_A_ROW, MIXED_PRECISION, AFTER_A_LOSS = code_in(page("training.md"))
 
 
 def test_the_script_trains_and_saves(tmp_path: Path) -> None:
@@ -22,13 +22,16 @@ def test_the_script_trains_and_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_the_mixed_precision_step_changes_both_modules() -> None:
+@pytest.mark.parametrize("step", [IN_A_ROW, MIXED_PRECISION], ids=["in a row", "mixed precision"])
+def test_the_step_changes_both_modules(step: str) -> None:
     encoder = RemoteModule("worker1", nn.Linear, (8, 4))
     decoder = RemoteModule("worker2", nn.Linear, (4, 1))
     names = {
         "autograd": autograd,
         "torch": torch,
         "nn": nn,
+        "RemoteSequential": RemoteSequential,
+        "DistributedOptimizer": DistributedOptimizer,
         "encoder": encoder,
         "decoder": decoder,
         "optimizer": DistributedOptimizer(torch.optim.SGD, [encoder, decoder], lr=0.1),
@@ -37,7 +40,7 @@ def test_the_mixed_precision_step_changes_both_modules() -> None:
         "y": torch.ones(4, 1),
     }
     before = [module.state_dict()["weight"] for module in (encoder, decoder)]
-    exec(MIXED_PRECISION, names)
+    exec(step, names)
     after = [module.state_dict()["weight"] for module in (encoder, decoder)]
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -22,6 +22,7 @@ from telegrad.autograd.crossing import unpack_note
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.events import Event, TakenBack, Unread
 from telegrad.rpc.errors import in_few_words
+from telegrad.wire.frames import Frame
 
 if TYPE_CHECKING:
     from telegrad.autograd.service import Autograd
@@ -60,8 +61,9 @@ class Refusals:
             case _:
                 raise AutogradError("A refusal names no context and message.")
 
-    def _unread(self, sender: int, note: bytes, reason: str) -> None:
+    def _unread(self, sender: int, frame: Frame, reason: str) -> None:
         """A post of that worker was refused. It may have belonged to a pass."""
+        note = frame.note
         context_id = unpack_note(note)[0] if note else 0
         reason = in_few_words(reason)
         self._fail_passes(sender, context_id, reason)

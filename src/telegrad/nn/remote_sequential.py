@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.module import _has_any_global_hook
 
 from telegrad.nn.ambient import ambient
 from telegrad.nn.remote_module import RemoteModule
+from telegrad.rpc.relays import MOST_STAGES
 
 
 class RemoteSequential(nn.Sequential):
@@ -24,13 +26,15 @@ class RemoteSequential(nn.Sequential):
     straight back; only what the last one returns comes here. Local modules among them run here.
     It is what `decoder(encoder.lazy(x))` computes, with fewer messages: no worker has to ask
     another for what it needs. As with `lazy`, hooks of those RemoteModules whose result stays
-    elsewhere do not run here.
+    elsewhere do not run here; those of a last one do.
 
     A call is bounded by the longest `timeout` of the modules that it passes through.
     """
 
     def forward(self, input: Any) -> Any:
-        for is_remote, run in groupby(self, lambda module: isinstance(module, RemoteModule)):
+        if is_dynamo_compiling():
+            return super().forward(input)  # type: ignore[no-untyped-call]
+        for is_remote, run in groupby(self, _is_remote):
             if is_remote:
                 input = _passed_through(list(run), input)
             else:
@@ -39,30 +43,44 @@ class RemoteSequential(nn.Sequential):
         return input
 
 
+def _is_remote(module: nn.Module) -> bool:
+    """A subclass that computes otherwise than on its worker alone is called as any module."""
+    return isinstance(module, RemoteModule) and type(module).forward is RemoteModule.forward
+
+
 def _passed_through(modules: Sequence[Any], value: Any) -> Any:
-    if is_dynamo_compiling():
-        for module in modules:
-            value = module(value)
-        return value
     last = modules[-1]
     is_plain = type(value) is torch.Tensor and ambient() is None
-    if len(modules) > 1 and is_plain and _are_elsewhere(modules):
+    if is_plain and 1 < len(modules) <= MOST_STAGES and _can_relay(modules):
         stages = [module.rref._reference for module in modules]
         name = f"a RemoteSequential of {len(modules)} modules"
-        relays = last.rref._node.relays
-        return relays.run(stages, "forward_plainly", value, _longest(modules), name)
+        node = last.rref._node
+        bound = _longest(modules, node.timeout)
+        return node.relays.run(stages, "forward_plainly", value, bound, name)
     for module in modules[:-1]:
         value = module.lazy(value)
     return last(value)
 
 
-def _are_elsewhere(modules: Sequence[RemoteModule]) -> bool:
+def _can_relay(modules: Sequence[RemoteModule]) -> bool:
+    """Whether all are elsewhere, and nobody here is to see what the last one is given."""
     for module in modules:
         module.rref._check_usable("a call of the module")
-    return not any(module.rref.is_owner() for module in modules)
+    return not _has_hooks(modules[-1]) and not any(each.rref.is_owner() for each in modules)
 
 
-def _longest(modules: Sequence[RemoteModule]) -> float | None:
-    """None is the bound of the job, and 0 is none."""
-    bounds = {module.timeout for module in modules}
-    return None if None in bounds else 0 if 0 in bounds else max(bounds, key=float)  # type: ignore[arg-type]
+def _has_hooks(module: nn.Module) -> bool:
+    """As torch asks itself whether `forward` is all that there is to a call."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+def _longest(modules: Sequence[RemoteModule], of_job: float) -> float:
+    """The longest of their bounds; 0 is none, and so the longest of all."""
+    bounds = [of_job if module.timeout is None else module.timeout for module in modules]
+    return 0 if 0 in bounds else max(bounds)

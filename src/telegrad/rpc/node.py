@@ -97,7 +97,7 @@ class Node:
         """What a layer above does around calls of a worker that belong to no scope."""
         self._lost_callbacks: list[Callable[[int, str], object]] = []
         self._closed_callbacks: list[Callable[[], object]] = []
-        self._unread_callbacks: list[Callable[[int, bytes, str], object]] = []
+        self._unread_callbacks: list[Callable[[int, Frame, str], object]] = []
         self._lost: dict[int, str] = {}
         self.coroutines = Coroutines()
         self._made = Tally()
@@ -289,8 +289,8 @@ class Node:
         """Whoever waits here for something but a call is to be let go: this worker leaves."""
         self._closed_callbacks.append(callback)
 
-    def on_unread(self, callback: Callable[[int, bytes, str], object]) -> None:
-        """`callback(sender, note, reason)`: a post of that worker was refused before anyone saw
+    def on_unread(self, callback: Callable[[int, Frame, str], object]) -> None:
+        """`callback(sender, frame, reason)`: a post of that worker was refused before anyone saw
         what it says. Nothing tells its sender."""
         self._unread_callbacks.append(callback)
 
@@ -445,7 +445,7 @@ class Node:
                 message, scope = self._open(sender, frame)
             except Exception as error:
                 for callback in self._unread_callbacks:
-                    callback(sender, frame.note, str(error))
+                    callback(sender, frame, str(error))
                 raise
             topic, payload = (message.topic, message) if type(message) is Parcel else message
             # Not every value can be hashed or shown in time: see wire/hashing.py.

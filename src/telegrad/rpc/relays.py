@@ -12,10 +12,10 @@ that needed the value of another would have to ask for it. The call is what the 
 with its deadline, and reads the answer of by itself.
 
 Who comes first to the last worker, the call or the tensor, is not known: the first waits for the
-other. A stage that fails tells the driver, whose call fails with its error, and who then tells the
-last worker to expect nothing any more; from anyone else that could come before the call. If a
-worker is lost on the way, the driver's call fails for that; and so does what is expected on the
-last one, should the driver have given up before.
+other. A stage that fails tells the driver, whose call fails with its error; it fails, too, if a
+worker is lost on the way. Whenever its call does not end well, be it by a deadline or an interrupt,
+the driver tells the last worker that the relay is *over*: what waits there is let go. What comes
+still later finds the relay among those that were over last, and is dropped.
 
 What must never happen: that a call waits for what nobody will send; that something is kept for a
 relay that is over.
@@ -23,6 +23,7 @@ relay that is over.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import threading
@@ -34,9 +35,13 @@ from torch import Tensor
 
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import Refused, TelegradError
-from telegrad.rpc.failures import describe_error, rebuild_error, told_error
+from telegrad.rpc.failures import describe_error, in_brief, rebuild_error, told_error
 from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.results import Finish, Later
+from telegrad.rpc.wording import of_relayed
+from telegrad.wire.codec import unpack
+from telegrad.wire.errors import CodecError, Unpackable
+from telegrad.wire.frames import Frame
 from telegrad.wire.parcel import Parcel
 
 if TYPE_CHECKING:
@@ -51,6 +56,8 @@ _HEAD = struct.Struct("<QQBB")
 """The driver, the number that it gave, at which stage, and how many there are."""
 _STAGE = struct.Struct("<3Q")
 MOST_STAGES = 255
+MOST_OVER = 1 << 12
+"""How many relays that are over are remembered, for what comes late."""
 
 Ticket = tuple[int, int]
 """Names a relay in its job: the driver, and a number of its own."""
@@ -116,11 +123,13 @@ class Relays:
         self._expected: dict[Ticket, _Expected] = {}
         self._early: dict[Ticket, Callable[[Finish], None]] = {}
         """What is to be done when the call comes that expects it."""
+        self._over: dict[Ticket, None] = {}
         node.on_operation(EXPECT, self._expect)
         node.on_operation(PASS_ON, self._on_call)
         node.on_post(PASS_ON, self._on_pass_on)
         node.on_post(FAILED, self._on_failed)
         node.on_post(OVER, self._on_over)
+        node.on_unread(self._on_unread)
         node.on_lost(self._on_lost)
 
     def counts(self) -> int:
@@ -143,10 +152,12 @@ class Relays:
         `name` is what errors call it.
         """
         node = self._node
-        course = Course((node.info.id, next(self._numbers)), 0, tuple(stages), method)
+        if len(stages) > MOST_STAGES:
+            raise ValueError(f"{name} is a relay of more than {MOST_STAGES} stages")
         for stage in stages:
             if node.is_lost(stage.owner):
                 raise node.loss_of(stage.owner)
+        course = Course((node.info.id, next(self._numbers)), 0, tuple(stages), method)
         data = course.write()
         leaving: list[Callable[[], None]] = []
         last = node.members.member(course.last).info
@@ -159,39 +170,44 @@ class Relays:
             try:
                 first = course.here.owner
                 node.post(first, PASS_ON, Parcel(PASS_ON, data, (tensor,)), node.crossing.current())
-            except BaseException:
+            except BaseException as error:
                 node.drop(pending)
                 node.never_left(pending)
+                if isinstance(error, Unpackable):
+                    raise of_relayed(error, f"what {name} is given") from error.__cause__
                 raise
             for leave in leaving:
                 leave()
             # A loss before the entry was made was told to nobody.
             for stage in stages:
                 if node.is_lost(stage.owner):
-                    self._fail(course, pending, node.loss_of(stage.owner))
+                    self._fail(pending, node.loss_of(stage.owner))
             return node.wait(pending)
+        except BaseException:
+            node.post(course.last, OVER, data)
+            raise
         finally:
             del self._driven[number]
 
-    def _fail(self, course: Course, pending: Pending, error: Any) -> None:
+    def _fail(self, pending: Pending, error: Any) -> None:
         """The driver's call will not be answered as it should."""
-        node = self._node
-        if node.calls.take(pending.callee.id, pending.call_id) is not None:
+        if self._node.calls.take(pending.callee.id, pending.call_id) is not None:
             pending.settle(None, error)
             pending.complete()
-        node.post(course.last, OVER, course.write())
 
     def _on_failed(self, sender: int, payload: Any) -> None:
         """A stage could not do its part."""
         data, told = payload
-        course = read_course(data)
-        if course.ticket[0] != self._node.info.id:
+        ticket = read_course(data).ticket
+        if ticket[0] != self._node.info.id:
             raise ValueError("a relay of another worker failed")
-        driven = self._driven.get(course.ticket[1])
-        if driven is not None:
-            self._fail(*driven, rebuild_error(told_error(told), self._node.trust))
-        else:
-            self._node.post(course.last, OVER, data)
+        driven = self._driven.get(ticket[1])
+        if driven is None:
+            return
+        course, pending = driven
+        if all(stage.owner != sender for stage in course.stages):
+            raise ValueError("a relay failed on a worker that is none of its stages")
+        self._fail(pending, rebuild_error(told_error(told), self._node.trust))
 
     # A stage.
 
@@ -201,6 +217,15 @@ class Relays:
             raise ValueError("a relay that brings no tensor")
         self._arrived(read_course(parcel.data), parcel.tensors[0])
 
+    def _on_unread(self, sender: int, frame: Frame, reason: str) -> None:
+        """A tensor was not taken in, as autograd keeps no more of them, say: its driver waits."""
+        if self._node.data_only or PASS_ON.encode() not in frame.meta:
+            return
+        with contextlib.suppress(CodecError):
+            parcel = unpack(frame.meta, frame.buffers, None, self._node.trust)
+            if type(parcel) is Parcel and parcel.topic == PASS_ON:
+                self._tell_failure(read_course(parcel.data), Refused(reason))
+
     def _on_call(self, sender: int, data: Any, value: Any) -> None:
         """As `_on_pass_on`, for what is not a tensor alone: it may be that it cannot be read here,
         and that is told to who sends it."""
@@ -208,18 +233,27 @@ class Relays:
 
     def _arrived(self, course: Course, value: Any) -> None:
         self._refuse_if_data_only()
-        scope = self._node.crossing.current()
+        node = self._node
+        if course.here.owner != node.info.id:
+            raise ValueError("a relay came to a worker that has none of its values")
+        scope = node.crossing.current()
         if not course.is_through:
             self._run(course, value, partial(self._pass_on, course, scope))
             return
+        if node.values.journey.unconfirmed:
+            # They are known to this thread, and another may run the stage.
+            node.values.await_confirmed()
 
         def arrive(finish: Finish) -> None:
             self._within(scope, lambda: self._run(course, value, finish))
 
+        ticket = course.ticket
         with self._lock:
-            expected = self._expected.pop(course.ticket, None)
+            if ticket in self._over or node.is_lost(ticket[0]):
+                return
+            expected = self._expected.pop(ticket, None)
             if expected is None:
-                self._early[course.ticket] = arrive
+                self._early[ticket] = arrive
                 return
         self._run(course, value, expected.finish)
 
@@ -238,13 +272,13 @@ class Relays:
         """Run the stage and hand on what it returns."""
         try:
             result = self._call_method(course.here, course.method, (value,))
+            if type(result) is Later:
+                result.subscribe(finish)
+                return
         except BaseException as error:
             finish(None, error)
             return
-        if type(result) is Later:
-            result.subscribe(finish)
-        else:
-            finish(result, None)
+        finish(result, None)
 
     def _pass_on(
         self, course: Course, scope: Any, value: object, error: BaseException | None
@@ -257,6 +291,11 @@ class Relays:
                 self._post(onward, value, scope)
             else:
                 self._within(scope, lambda: self._call(onward, value))
+        except Unpackable as problem:
+            whose = f"the result of a method on worker {self._node.info.name!r}"
+            told = of_relayed(problem, whose)
+            told.__cause__ = problem.__cause__
+            self._tell_failure(course, told)
         except BaseException as problem:
             self._tell_failure(course, problem)
 
@@ -280,44 +319,67 @@ class Relays:
             self._tell_failure(course, error)
 
     def _tell_failure(self, course: Course, error: BaseException) -> None:
-        node = self._node
+        node, driver, data = self._node, course.ticket[0], course.write()
         told = describe_error(node.info.name, error, node.trust)
-        node.post(course.ticket[0], FAILED, (course.write(), told))
+        try:
+            node.post(driver, FAILED, (data, told))
+        except ValueError:
+            # It is longer than a message may be.
+            node.post(driver, FAILED, (data, in_brief(told)))
 
     # The last worker.
 
     def _expect(self, sender: int, parcel: Any) -> Later:
         self._refuse_if_data_only()
+        if type(parcel) is not Parcel:
+            raise ValueError("a relay is expected that does not say where it leads")
         course = read_course(parcel.data)
-        if course.ticket[0] != sender:
-            raise ValueError("a relay is expected by its driver only")
+        ticket = course.ticket
+        if ticket[0] != sender or course.last != self._node.info.id:
+            raise ValueError("a relay is expected by its driver only, and by its last worker")
         workers = frozenset(stage.owner for stage in course.stages) - {self._node.info.id}
 
         def subscribe(finish: Finish) -> None:
             with self._lock:
-                arrive = self._early.pop(course.ticket, None)
-                if arrive is None:
-                    self._expected[course.ticket] = _Expected(workers, finish)
-            if arrive is not None:
+                is_over = ticket in self._over
+                arrive = self._early.pop(ticket, None)
+                if arrive is None and not is_over:
+                    self._expected[ticket] = _Expected(workers, finish)
+            if is_over:
+                finish(None, _over())
+            elif arrive is not None:
                 arrive(finish)
+            else:
+                # A loss before the entry was made was told to nobody.
+                for worker in filter(self._node.is_lost, workers):
+                    self._let_go_of(worker)
 
         return Later(subscribe)
 
     def _on_over(self, sender: int, data: Any) -> None:
-        """Nothing will come for a relay; its driver knows."""
+        """Nobody waits for what a relay brings; its driver knows."""
+        if self._node.data_only:
+            return
         ticket = read_course(data).ticket
         if ticket[0] != sender:
             raise ValueError("whether a relay is over is for its driver to say")
         with self._lock:
             expected = self._expected.pop(ticket, None)
             self._early.pop(ticket, None)
+            self._over[ticket] = None
+            if len(self._over) > MOST_OVER:
+                del self._over[next(iter(self._over))]
         if expected is not None:
-            expected.finish(None, TelegradError("The relay has failed before it came here."))
+            expected.finish(None, _over())
 
     def _on_lost(self, worker: int, reason: str) -> None:
         for course, pending in list(self._driven.values()):
             if any(stage.owner == worker for stage in course.stages):
-                self._fail(course, pending, self._node.loss_of(worker))
+                self._fail(pending, self._node.loss_of(worker))
+        self._let_go_of(worker)
+
+    def _let_go_of(self, worker: int) -> None:
+        """What is kept here of relays that a worker drives or is on the way of."""
         with self._lock:
             gone = [
                 ticket
@@ -325,7 +387,12 @@ class Relays:
                 if worker == ticket[0] or worker in expected.workers
             ]
             lost = [self._expected.pop(ticket) for ticket in gone]
-            for ticket in [ticket for ticket in self._early if ticket[0] == worker]:
-                del self._early[ticket]
+            for kept in (self._early, self._over):
+                for ticket in [ticket for ticket in kept if ticket[0] == worker]:
+                    del kept[ticket]
         for expected in lost:
             expected.finish(None, self._node.loss_of(worker))
+
+
+def _over() -> TelegradError:
+    return TelegradError("The relay was over before it came here.")

@@ -41,3 +41,11 @@ def of_result(problem: Unpackable, target: object, worker: str) -> Unpackable:
     else:
         whose = f"the result of {describe_target(target)}"
     return problem.saying(path, f" in {whose} on worker {worker!r}")
+
+
+def of_relayed(problem: Unpackable, whose: str) -> Unpackable:
+    """The same problem in the words of who passes a value on, which is no call of the user's."""
+    path = problem.path
+    for place in ("value.tensors[0]", "value[1][1]"):
+        path = path.replace(place, "value", 1)
+    return problem.saying(path, f" in {whose}")

@@ -316,6 +316,7 @@ def _left_on(worker: _Worker, scheduler: Scheduler) -> dict[str, Any]:
     left: dict[str, Any] = {
         f"references: {what}": count for what, count in node.values.debug_info().items()
     }
+    left["relays"] = node.relays.counts()
     left["calls in flight"] = [pending.describe() for pending in node.calls.all()]
     left["activities"] = [a.name for a in scheduler.alive if a.worker is worker and not a.stays]
     for name, service in node.services.items():

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.modules.module import _has_any_global_hook
 
 from telegrad.nn.ambient import ambient
 from telegrad.nn.remote_module import RemoteModule
+from telegrad.nn.torch_private import has_hooks
 from telegrad.rpc.relays import MOST_STAGES
 
 
@@ -66,18 +66,7 @@ def _can_relay(modules: Sequence[RemoteModule]) -> bool:
     """Whether all are elsewhere, and nobody here is to see what the last one is given."""
     for module in modules:
         module.rref._check_usable("a call of the module")
-    return not _has_hooks(modules[-1]) and not any(each.rref.is_owner() for each in modules)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """As torch asks itself whether `forward` is all that there is to a call."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _has_any_global_hook()  # type: ignore[no-untyped-call]
-    )
+    return not has_hooks(modules[-1]) and not any(each.rref.is_owner() for each in modules)
 
 
 def _longest(modules: Sequence[RemoteModule], of_job: float) -> float:

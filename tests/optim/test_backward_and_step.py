@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
 import warnings
 import weakref
@@ -21,8 +22,10 @@ from telegrad.nn import RemoteModule, RemoteSequential
 from telegrad.optim import DistributedOptimizer, GradScaler, OptimizerError, StepFailed
 from telegrad.optim import owned as owned_module
 from telegrad.rpc.current import current_node
+from tests.nn.job import nursery
 from tests.optim.failing import FailsOnOrder, set_failing
 from tests.optim.models import SIZES, Layer, Local, Spread, batches, loss_of
+from tests.rpc.fleet import Job
 
 pytestmark = pytest.mark.usefixtures("workers")
 Batch = tuple[Tensor, Tensor]
@@ -272,6 +275,18 @@ def test_options_that_are_tensors_have_the_step_come_afterwards() -> None:
     assert_same(spread, local)
 
 
+def test_options_that_are_too_long_to_travel_with_gradients_are_told_by_themselves() -> None:
+    local, spread = Local(), Spread()
+    plain = optim.SGD(local.parameters(), lr=0.1)
+    distributed = DistributedOptimizer(optim.SGD, spread, lr=0.1)
+    for batch, note in zip(batches(3), ["", "long" * 10_000, "short"], strict=True):
+        for each in (plain, distributed):
+            each.param_groups[0].update(lr=each.param_groups[0]["lr"] / 2, note=note)
+        step_locally(local, plain, batch)
+        step_once(spread, distributed, batch)
+        assert_same(spread, local)
+
+
 # What else there is to a step.
 
 
@@ -320,11 +335,6 @@ def test_a_graph_that_was_run_is_gone_as_after_backward() -> None:
         optimizer.backward_and_step(context_id, [loss])
         with pytest.raises((RuntimeError, PassFailed)):
             autograd.backward(context_id, [loss])
-
-
-def accumulate_before(optimizer: DistributedOptimizer, model: nn.Module, context_id: int) -> None:
-    del model, context_id
-    optimizer.zero_grad()
 
 
 def test_what_was_accumulated_is_a_part_of_the_step() -> None:
@@ -520,6 +530,23 @@ def test_an_optimizer_that_is_gone_leaves_no_follower() -> None:
     assert ghost() is None
     assert key not in followers
     step_once(spread, DistributedOptimizer(optim.SGD, spread, lr=0.1), batches(1)[0])
+
+
+def test_compiled_steps_equal_those_of_eager_mode() -> None:
+    local, model = Local(), Bent()
+    plain = optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(optim.SGD, model, lr=0.1, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with autograd.context() as context_id:
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.backward_and_step(context_id, [loss])
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for batch in batches(3):
+        torch.testing.assert_close(compiled(*batch), step_locally(local, plain, batch))
+    torch.testing.assert_close(dict(model.state_dict()), dict(local.state_dict()))
 
 
 # Several at once.
@@ -751,8 +778,14 @@ class Waits(nn.Module):
         return result
 
 
+participants: list[Any] = []
+
+
 def wait_at_gate(gradient: Tensor) -> None:
-    assert gate.wait(60)
+    if not gate.is_set():
+        for context in autograd.api.autograd_of().container:
+            participants.extend(context.participants.values())
+        assert gate.wait(60)
 
 
 def open_gate() -> None:
@@ -763,8 +796,10 @@ def close_gate() -> None:
     gate.clear()
 
 
-def passes_there() -> int:
-    return autograd.api.autograd_of().counts()["num_current_backward_passes"]
+def someone_drives() -> bool:
+    """Whether a pass that had to wait is still under way."""
+    assert participants
+    return any(participant._driving for participant in participants)
 
 
 def test_a_pass_that_took_too_long_does_not_step_after_it_was_given_up() -> None:
@@ -778,7 +813,7 @@ def test_a_pass_that_took_too_long_does_not_step_after_it_was_given_up() -> None
     module.load_state_dict({"weight": torch.full((3,), 5.0)})
     optimizer.load_state_dict(optimizer.state_dict())
     rpc.rpc_sync("worker1", open_gate)
-    while rpc.rpc_sync("worker1", passes_there):
+    while rpc.rpc_sync("worker1", someone_drives):
         pass
     assert torch.equal(module.state_dict()["weight"], torch.full((3,), 5.0))
     step_summed(module, optimizer)
@@ -806,3 +841,71 @@ def test_what_fast_mode_finds_unused_is_a_failed_step() -> None:
             optimizer.backward_and_step(context_id, [loss], mode="fast")
     finally:
         service.stall_time = usual
+
+
+# Deaths.
+
+
+class Dies(optim.SGD):
+    """Ends its process where it was told to, before or after it has stepped."""
+
+    def step(self, closure: Any = None) -> Any:
+        if deadly == "before":
+            os._exit(1)
+        result = super().step(closure)
+        if deadly == "after":
+            os._exit(1)
+        return result
+
+
+deadly = ""
+
+
+def set_deadly(when: str) -> None:
+    global deadly
+    deadly = when
+
+
+class DiesInBackward(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        if deadly == "in backward":
+            result.register_hook(lambda _: os._exit(1))
+        return result
+
+
+class Mortal(Spread):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = RemoteModule("worker2", DiesInBackward, SIZES[1])
+
+
+def lose_worker2(when: str) -> tuple[list[str], str, str]:
+    """On the driver: who failed, and what is said then and of the next step."""
+    model = Mortal()
+    optimizer = DistributedOptimizer(Dies, model, lr=0.1)
+    (batch,) = batches(1)
+    step_once(model, optimizer, batch)
+    rpc.rpc_sync("worker2", set_deadly, (when,))
+    with pytest.raises(StepFailed) as failed:
+        step_once(model, optimizer, batch)
+    assert failed.value.stepped is None
+    assert isinstance(failed.value.__cause__, rpc.WorkerLost)
+    with autograd.context() as context_id, pytest.raises(OptimizerError) as refused:
+        optimizer.backward_and_step(context_id, [model.last(torch.ones(2, 4)).sum()])
+    rest = DistributedOptimizer(optim.SGD, [model.first, model.last], lr=0.1)
+    with autograd.context() as context_id:
+        rest.backward_and_step(context_id, [model.first(batch[0]).sum()])
+    return list(failed.value.failed), str(failed.value), str(refused.value)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "in backward"])
+def test_a_worker_that_dies_in_its_part_is_named_and_the_next_step_refused(when: str) -> None:
+    job = Job(nursery(), ("main", "worker1", "worker2"))
+    try:
+        failed, said, refused = job["main"].do(lose_worker2, when)
+    finally:
+        job.abandon()
+    assert failed == ["worker2"]
+    assert "'worker2'" in said
+    assert "load a checkpoint or a state_dict" in refused

@@ -102,7 +102,7 @@ def shares_memory(tensor: torch.Tensor) -> bool:
         return True
     # Two that know the memory are the tensor and the object that is asked.
     storage = tensor.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # type: ignore[attr-defined]
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 class _NodeHooks:

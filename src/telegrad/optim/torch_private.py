@@ -60,9 +60,7 @@ def _is_listened_to(optimizer: Optimizer) -> bool:
 
 def has_hooks_before_step(optimizer: Optimizer) -> bool:
     """Hooks that may look at the gradients of a step, or have them clipped."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks
-    )
+    return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
 
 
 def run_before_saving(optimizer: Optimizer) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd, rpc
 from telegrad.autograd import PassFailed, UnknownContext
@@ -544,6 +545,27 @@ def test_compiled_steps_equal_those_of_eager_mode() -> None:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for batch in batches(3):
         torch.testing.assert_close(compiled(*batch), step_locally(local, plain, batch))
+    torch.testing.assert_close(dict(model.state_dict()), dict(local.state_dict()))
+
+
+def compiled_forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+
+
+def checkpointed_forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: checkpoint(model.forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("around", [compiled_forward, checkpointed_forward])
+def test_calls_inside_of_nodes_and_those_that_are_made_again_take_part(around: Any) -> None:
+    local, model = Local(), Bent()
+    plain = optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(optim.SGD, model, lr=0.1, momentum=0.9)
+    forward = around(model)
+    for x, y in batches(3):
+        step_locally(local, plain, (x, y))
+        with autograd.context() as context_id:
+            optimizer.backward_and_step(context_id, [nn.functional.mse_loss(forward(x), y)])
     torch.testing.assert_close(dict(model.state_dict()), dict(local.state_dict()))
 
 

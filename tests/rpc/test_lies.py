@@ -573,11 +573,9 @@ def announce_sequel(to: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 1 << 20, (1 << 32) - 1])
 def test_a_sequel_that_is_not_there_does_no_harm(lasting: Job, size: int) -> None:
-    before = lasting["b"].do(passes_kept)
     lasting["a"].do(announce_sequel, B, size)
     lasting["a"].do(cross_once, "b")
     assert lasting["a"].do(differentiate) == [1.0, 1.0, 1.0]
-    assert lasting["b"].do(passes_kept) <= before
     assert lasting["b"].do(lost) == {}
 
 

@@ -7,8 +7,10 @@ import torch
 
 from telegrad.autograd.backward import Part, Post, check_gradients, merge_ack
 from telegrad.autograd.context import SendRecord
-from telegrad.autograd.errors import BadGradient
+from telegrad.autograd.errors import AutogradError, BadGradient
 from telegrad.autograd.messages import (
+    MOST_OF_A_SEQUEL,
+    TOPIC,
     Absent,
     Ack,
     Begin,
@@ -19,9 +21,11 @@ from telegrad.autograd.messages import (
     Message,
     Mode,
     Options,
+    Sequel,
     decode,
     encode,
 )
+from telegrad.wire.parcel import Parcel
 
 FAST = Options(mode=Mode.FAST)
 FAILURE = Failure(2, "worker2", "it broke", "Traceback ...")
@@ -195,6 +199,8 @@ def test_a_part_depends_on_its_partners_until_it_has_reported() -> None:
     "message",
     [
         Begin(Options(True, False, Mode.FAST), History(5, (1, 2))),
+        Begin(Options(False, True, Mode.SMART, Sequel(1 << 60, b"data")), History(5, (1, 2))),
+        Begin(Options(sequel=Sequel(0, bytes(MOST_OF_A_SEQUEL))), History()),
         Absent((1, 2, 1 << 60)),
         Absent(tuple(range(70_000))),
         Ack(),
@@ -215,9 +221,19 @@ def test_any_number_of_tensors_may_have_gradients_in_one_message() -> None:
 
 
 @pytest.mark.parametrize("engages", [True, False])
-@pytest.mark.parametrize("options", [Options(), Options(True, True, Mode.FAST)])
-def test_a_gradient_is_read_as_it_was_written(engages: bool, options: Options) -> None:
-    gradients = (torch.ones(2), None)
+@pytest.mark.parametrize("gradients", [(torch.ones(2), None), (torch.ones(2),)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(True, True, Mode.FAST),
+        Options(mode=Mode.FAST, sequel=Sequel(7, b"some data")),
+        Options(sequel=Sequel(7)),
+    ],
+)
+def test_a_gradient_is_read_as_it_was_written(
+    engages: bool, options: Options, gradients: tuple[torch.Tensor | None, ...]
+) -> None:
     _, _, read = decode(encode(3, 4, Gradient(options, History(9), engages, 5, gradients)))
     assert isinstance(read, Gradient)
     assert (read.options, read.history, read.engages, read.message) == (
@@ -227,6 +243,23 @@ def test_a_gradient_is_read_as_it_was_written(engages: bool, options: Options) -
         5,
     )
     assert read.gradients[0] is gradients[0]
+    assert len(read.gradients) == len(gradients)
+
+
+FOLLOWED = encode(3, 4, Begin(Options(sequel=Sequel(7, b"data")), History())).data
+
+
+@pytest.mark.parametrize("size", range(len(FOLLOWED) - 16, len(FOLLOWED)))
+def test_a_sequel_that_is_cut_off_is_refused(size: int) -> None:
+    with pytest.raises(AutogradError, match=r"cannot be read|less of its sequel than it says"):
+        decode(Parcel(TOPIC, FOLLOWED[:size], ()))
+
+
+@pytest.mark.parametrize("length", [MOST_OF_A_SEQUEL + 1, (1 << 32) - 1])
+def test_a_sequel_that_is_too_long_is_refused(length: int) -> None:
+    head = FOLLOWED[: -len(b"data") - 4]
+    with pytest.raises(AutogradError, match=f"a sequel of {length} bytes; at most"):
+        decode(Parcel(TOPIC, head + length.to_bytes(4, "little") + b"data", ()))
 
 
 SENT = SendRecord(

@@ -184,3 +184,15 @@ def test_a_process_group_is_seen_as_long_as_it_exists(tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert not torch_private.process_group_exists()
+
+
+def test_who_else_knows_the_memory_of_a_tensor_is_counted() -> None:
+    """What is relied upon: that torch counts the object which is asked, and each view."""
+    alone = torch.ones(3) * 2
+    assert not torch_private.shares_memory(alone)
+    view = alone.view(3, 1)
+    assert torch_private.shares_memory(alone)
+    assert torch_private.shares_memory(view)
+    del view
+    assert not torch_private.shares_memory(alone)
+    assert torch_private.shares_memory(alone.to_sparse())

@@ -22,6 +22,7 @@ from telegrad.autograd.messages import (
     Gradient,
     History,
     Options,
+    Sequel,
     encode,
 )
 from telegrad.rpc.loans import Loan
@@ -132,7 +133,7 @@ def _worker() -> dict[str, bytes]:
         return frame_bytes(Kind.POST, b"", packed.meta)
 
     empty = torch.empty(0, 3)
-    options = Options()
+    options, followed = Options(), Options(sequel=Sequel((1 << 48) + 3, b"data"))
     failure = Fail(Failure(1, "peer", "message", "traceback"))
     noted = pack((weigh, (empty,), {}), None, Trust.DATA).meta
     return {
@@ -161,6 +162,8 @@ def _worker() -> dict[str, bytes]:
         "backward": call("autograd.backward", ((0, 0, 0), CONTEXT, False)),
         "begin": passing(Begin(options, NO_HISTORY)) + passing(Absent((1,))) + passing(Ack()),
         "gradient": passing(Gradient(options, History(PASS, (1,)), True, 1, [None])),
+        "sequel": passing(Begin(followed, History(PASS, (1,))))
+        + passing(Gradient(followed, NO_HISTORY, False, 1, [None])),
         "fail": passing(Begin(options, NO_HISTORY)) + passing(failure),
         "closing": call("closing", (0, 1, 1, 0)),
         "reply": frame_bytes(Kind.REPLY, b"", pack([1, {"a": 2}], None, Trust.DATA).meta),

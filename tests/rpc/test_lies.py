@@ -17,7 +17,16 @@ import torch
 from telegrad import autograd, rpc
 from telegrad.autograd.context import WORKER_SHIFT, working_in
 from telegrad.autograd.crossing import pack_note
-from telegrad.autograd.messages import Begin, Fail, Failure, History, Options, decode, encode
+from telegrad.autograd.messages import (
+    Begin,
+    Fail,
+    Failure,
+    History,
+    Options,
+    Sequel,
+    decode,
+    encode,
+)
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_node
 from telegrad.rpc.loans import Loan
@@ -503,6 +512,71 @@ def test_a_pass_tells_of_the_passes_of_its_initiator_only(lasting: Job) -> None:
     assert lasting["b"].do(bounds_kept) == []
     lasting["a"].do(tell_history, B, (A << WORKER_SHIFT) + 2)
     wait_until(lasting, "b", bounds_kept, [A])
+
+
+followers: list[Any] = []
+
+
+class Follower:
+    """What a worker has done after its own passes, and nobody else's."""
+
+    brief = False
+
+    def __init__(self) -> None:
+        self.followed = 0
+
+    def follow(self, context: Any, data: bytes) -> None:
+        self.followed += 1
+
+
+def add_follower(key: int) -> None:
+    followers[:] = [Follower()]
+    service().sequels.add(key, followers[0])
+
+
+def times_followed() -> int:
+    times: int = followers[0].followed
+    return times
+
+
+def differentiate_and_follow(key: int) -> list[float]:
+    context, x, loss = kept.pop()
+    service().backward(context, [loss], Options(sequel=Sequel(key, b"odd")))
+    found = autograd.get_gradients(context.id)[x].tolist()
+    service().release(context.id)
+    return list(found)
+
+
+def test_nobody_has_done_on_another_worker_what_follows_a_pass(lasting: Job) -> None:
+    key = 4711
+    for name in "ab":
+        lasting[name].do(add_follower, key)
+    lasting["a"].do(cross_once, "b")
+    assert lasting["a"].do(differentiate_and_follow, key) == [1.0, 1.0, 1.0]
+    assert lasting["a"].do(times_followed) == 1
+    assert lasting["b"].do(times_followed) == 0
+
+
+def announce_sequel(to: int, size: int) -> None:
+    """Begin a pass that is said to have a sequel of so many bytes."""
+    node = current_node()
+    context = service().new_context()
+    with working_in(context):
+        call(to, functions.scale, 2)
+    pass_id = (node.info.id << WORKER_SHIFT) + 1
+    begin = encode(context.id, pass_id, Begin(Options(sequel=Sequel(1, b"")), History()))
+    node.post(
+        to, "autograd.pass", begin._replace(data=begin.data[:-4] + size.to_bytes(4, "little"))
+    )
+    service().release(context.id)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20, (1 << 32) - 1])
+def test_a_sequel_that_is_not_there_does_no_harm(lasting: Job, size: int) -> None:
+    lasting["a"].do(announce_sequel, B, size)
+    lasting["a"].do(cross_once, "b")
+    assert lasting["a"].do(differentiate) == [1.0, 1.0, 1.0]
+    assert lasting["b"].do(lost) == {}
 
 
 def begin_in_contexts_to_come(to: int, origin: int) -> None:

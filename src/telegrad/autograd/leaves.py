@@ -15,7 +15,7 @@ out; that is why other leaves do not go this way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,15 @@ def own_all(gradients: dict[Any, Tensor]) -> None:
             )
         ):
             gradients[leaf] = gradient.clone()
+
+
+def apart_from_leaves(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Gradients that stay as they are when leaves are changed in place: a backward formula may
+    return what it has saved, the leaf itself or a view of it."""
+    for each in gradients:
+        if each is not None and (each.requires_grad or torch_private.shares_memory(each)):
+            return [None if g is None else g.detach().clone() for g in gradients]
+    return gradients
 
 
 def _held_twice(gradients: Collection[Tensor]) -> set[int]:

@@ -150,6 +150,8 @@ _ENGAGES, _ACKNOWLEDGES = 8, 16
 _HEAD = Struct("<BBIIQQQQ")
 _SEQUEL = Struct("<QI")
 """The key, and how many bytes of data follow."""
+MOST_OF_A_SEQUEL = 1 << 14
+"""Bytes of its data. Every gradient of the pass has them along, and all participants keep them."""
 _NONE = 0xFFFFFFFF
 """Stands for an absent gradient where tensors are numbered."""
 _SMALL = 4096
@@ -202,6 +204,11 @@ def _read_options(bits: int, data: bytes) -> tuple[Options, int]:
         return _OPTIONS[bits & 7], _HEAD.size
     key, size = _SEQUEL.unpack_from(data, _HEAD.size)
     at = _HEAD.size + _SEQUEL.size
+    if size > MOST_OF_A_SEQUEL:
+        raise AutogradError(
+            f"A message of a pass has a sequel of {size} bytes; at most {MOST_OF_A_SEQUEL} are "
+            "taken."
+        )
     if len(data) < at + size:
         raise AutogradError("A message of a pass has less of its sequel than it says.")
     known = _OPTIONS[bits & 7]

@@ -49,6 +49,7 @@ from telegrad.autograd.events import (
     TakenBack,
     Unread,
 )
+from telegrad.autograd.leaves import apart_from_leaves
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import (
     Absent,
@@ -214,6 +215,8 @@ class Participant:
     def gradient(self, message: int, gradients: Sequence[Tensor | None]) -> None:
         assert self._part is not None
         assert self._run is not None
+        if self._part.options.sequel is not None:
+            gradients = apart_from_leaves(gradients)
         posts = self._part.gradient(self._recvs[message].peer, message, gradients)
         if self._run.brief:
             self._held += posts
@@ -398,9 +401,8 @@ class Participant:
     def _resolve(
         self, part: Part, sender: int, message: int, gradients: Sequence[Tensor | None] | None
     ) -> None:
-        if part.complete:
+        if self._run is None:
             return
-        assert self._run is not None
         source = self._run.sources.get(message)
         if source is None or message == ROOTS:
             if message not in self.context.sends:
@@ -498,6 +500,11 @@ class Participant:
         assert follower is not None
         assert part.options.sequel is not None
         self._follower = None
+        # It may have been said meanwhile that the pass has failed. Who heard of it elsewhere may
+        # already put back what the sequel would change.
+        with self._lock:
+            batch, self._inbox = self._inbox, []
+        self._handle_all(batch)
         if part.failure is not None:
             return
         try:
@@ -554,7 +561,8 @@ class Participant:
             self._answer_empty()
             if self._run is not None:
                 self._run.close()
-            self._run = None
+            self._run = self._follower = None
+            self._held = []
             self._retire()
 
     def _retire(self) -> None:

@@ -6,10 +6,13 @@ Only then does it say that its part has ended. So what follows costs no message 
 one worker it runs while others still compute: the step of an optimizer, above all.
 
 A worker's part is complete when each node of its graph has run. So nothing of this pass will use
-there what the sequel changes. The gradients that others wait for leave before it runs.
+there what the sequel changes; but for calls that leave no trace in the graph and are made during
+the pass, by a hook or by a recomputation under `no_grad`. The gradients that others wait for leave
+before it runs, or share no memory with what it may change.
 
-What must never happen: a sequel in a pass that is known to have failed, or twice in one pass. A
-pass may still fail after it, elsewhere: who asks for a sequel has to say what is then.
+What must never happen: a sequel in a pass that is known to have failed, also if that was said while
+the engine ran; or twice in one pass. A pass may still fail after it, elsewhere: who asks for a
+sequel has to say what is then.
 """
 
 from __future__ import annotations

@@ -96,6 +96,15 @@ owners: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[
 """How many references to the tensor behind this Python object exist in C++."""
 
 
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether other tensors may have elements in the memory of this one."""
+    if tensor.layout is not torch.strided:
+        return True
+    # Two that know the memory are the tensor and the object that is asked.
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
 class _NodeHooks:
     """Whether any hook was ever registered from Python on a graph node.
 

@@ -52,6 +52,7 @@ from telegrad.optim.parameters import references_of
 from telegrad.optim.parts import Parts
 from telegrad.optim.torch_private import (
     announced_if_anyone_listens,
+    has_hooks_before_step,
     run_after_loading,
     run_after_saving,
     run_before_loading,
@@ -59,6 +60,7 @@ from telegrad.optim.torch_private import (
 )
 from telegrad.optim.treatment import Clamp, Treatment, clipping
 from telegrad.rpc import RRef, WorkerLost, get_worker_info
+from telegrad.rpc.calls import afresh
 from telegrad.rpc.outside import outside_of_graphs, refuse_in_graph
 
 
@@ -106,6 +108,7 @@ class DistributedOptimizer(Optimizer):
         self._accumulating = threading.Lock()
         self._failure: StepFailed | None = None
         self._atomic = atomic
+        self._here = get_worker_info().name
         self._numbers = itertools.count()
         super().__init__(_as_groups(params), {})
         self._found_parts()
@@ -172,10 +175,12 @@ class DistributedOptimizer(Optimizer):
         return {index: made[0][index]}
 
     def _adopt(self, options: Mapping[int, Options]) -> None:
-        """Take over what torch made of the options on an owner."""
+        """Take over what torch made of the options on an owner. Of other groups it says nothing:
+        what changed in them is still to be told."""
+        self._sent += [{} for _ in self.param_groups[len(self._sent) :]]
         for index, known in options.items():
             self.param_groups[index].update(known)
-        self._sent = [snapshot(group) for group in self.param_groups]
+            self._sent[index] = snapshot(self.param_groups[index])
 
     # Gradients.
 
@@ -303,7 +308,6 @@ class DistributedOptimizer(Optimizer):
         """
         self._step(context_id)
 
-    @announced_if_anyone_listens
     def backward_and_step(
         self,
         context_id: int,
@@ -321,25 +325,54 @@ class DistributedOptimizer(Optimizer):
         when all have stepped.
 
         If the pass fails, some workers may have stepped: `StepFailed` says so, and the optimizer
-        refuses further steps until a state is loaded. With `atomic=True`, and where gradients were
-        accumulated or are to be clipped, the step comes after the pass, as if called by itself.
+        refuses further steps until a state is loaded. With `atomic=True`, where gradients were
+        accumulated or are to be clipped, with hooks before the step, and if it is not the first
+        pass of its context, the step comes after the pass, as if called by itself.
         """
-        if is_dynamo_compiling():
-            backward(context_id, roots, mode=mode, timeout=timeout)
-            self._step(context_id)
-            return
-        self._check_context(context_id)
-        self._refuse_after_failure()
-        apart = self._atomic or self._accumulated or self._treatments.get(context_id)
-        changed = changed_options(self.param_groups, self._sent)
-        data = None if apart else write_options(changed)
-        if data is None:
-            backward(context_id, roots, mode=mode, timeout=timeout)
-            self._step(context_id)
-            return
-        # Owners that take no part in the pass hear of changed options from the next that do: what
-        # has changed is told again and again, until a step of its own tells everyone.
-        options = PassOptions(mode=known_mode(mode), sequel=Sequel(self._parts.key, data))
+        if not is_dynamo_compiling():
+            self._check_context(context_id)
+            self._refuse_after_failure()
+            changed = changed_options(self.param_groups, self._sent)
+            data = None if self._steps_apart(context_id) else write_options(changed)
+            if data is not None:
+                self._leave_unsettled(changed)
+                pass_options = PassOptions(
+                    mode=known_mode(mode), sequel=Sequel(self._parts.key, data)
+                )
+                self._step_in_pass(context_id, roots, pass_options, timeout)
+                return
+        backward(context_id, roots, mode=mode, timeout=timeout)
+        self.step(context_id)
+
+    def _steps_apart(self, context_id: int) -> bool:
+        """Whether a step has to wait for the whole pass, or concerns workers without a part in it:
+        those may have gradients of earlier passes."""
+        context = autograd_of().container.find(context_id)
+        return bool(
+            self._atomic
+            or self._accumulated
+            or self._treatments.get(context_id)
+            or self._treatments.get(None)
+            or has_hooks_before_step(self)
+            or context is None
+            or context.passes.known()
+        )
+
+    def _leave_unsettled(self, changed: Mapping[int, Options]) -> None:
+        """Owners that take no part in a pass do not hear of changed options. So these are told
+        again and again, also if they change back, until a step of its own tells everyone."""
+        for index, options in changed.items():
+            for name in options:
+                self._sent[index].pop(name, None)
+
+    @announced_if_anyone_listens
+    def _step_in_pass(
+        self,
+        context_id: int,
+        roots: Sequence[Tensor],
+        options: PassOptions,
+        timeout: float | None,
+    ) -> None:
         begun: list[bool] = []
         try:
             run_pass(context_id, roots, options, timeout, partial(begun.append, True))
@@ -351,10 +384,11 @@ class DistributedOptimizer(Optimizer):
 
     def _fail_in_pass(self, error: BaseException) -> None:
         """Nobody knows who has stepped and who has not."""
-        worker = getattr(error, "worker", "") or get_worker_info().name
-        self._failure = StepFailed({worker: error}, None, undone=False)
+        worker = getattr(error, "worker", "") or self._here
+        # What is kept must not be raised: its frames know the graph.
+        self._failure = StepFailed({worker: afresh(error)}, None, undone=False)
         if isinstance(error, Exception):
-            raise self._failure from error
+            raise StepFailed({worker: error}, None, undone=False) from error
 
     def _step(self, context_id: int | None) -> None:
         if is_dynamo_compiling():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telegrad.autograd.messages import MOST_OF_A_SEQUEL
 from telegrad.wire.codec import Trust, Unpackable, pack, unpack
 
 Options = dict[str, Any]
@@ -57,14 +58,16 @@ def _same(value: Any, sent: Any) -> bool:
 
 
 def write_options(options: Mapping[int, Options]) -> bytes | None:
-    """Options as bytes; None if they are more than numbers and words."""
+    """Options as bytes; None if they are more than a few numbers and words."""
     if not options:
         return b""
     try:
         packed = pack(dict(options), None, Trust.DATA)
     except Unpackable:
         return None
-    return None if packed.tensors or packed.buffers else bytes(packed.meta)
+    if packed.tensors or packed.buffers or len(packed.meta) > MOST_OF_A_SEQUEL:
+        return None
+    return bytes(packed.meta)
 
 
 def read_options(data: bytes) -> dict[int, Options]:

@@ -58,6 +58,11 @@ def _is_listened_to(optimizer: Optimizer) -> bool:
     )
 
 
+def has_hooks_before_step(optimizer: Optimizer) -> bool:
+    """Hooks that may look at the gradients of a step, or have them clipped."""
+    return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+
+
 def run_before_saving(optimizer: Optimizer) -> None:
     """The hooks of `register_state_dict_pre_hook`."""
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import os
@@ -24,7 +23,7 @@ from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.link import Link
 from tests.rpc import functions, inside
-from tests.rpc.fleet import Job, results
+from tests.rpc.fleet import Job, Process, client_of, results, serve_store
 from tests.rpc.inside import call, when_settled
 from tests.rpc.test_incoming import Callee
 from tests.wire.test_link import streams
@@ -517,13 +516,8 @@ def shut_down_and_look() -> tuple[list[str], bool]:
     """What a worker leaves behind that has left: files that wait for others, and itself."""
     agent = weakref.ref(inside.agent())
     rpc.shutdown()
-    gc.collect()
     waits = [file for file in inside.open_files() if "event" in file]
-    return waits, when_settled(lambda: agent() is None)
-
-
-def event_files() -> list[str]:
-    return [file for file in inside.open_files() if "event" in file]
+    return waits, when_settled(lambda: bool(gc.collect()) or agent() is None)
 
 
 def test_a_worker_that_has_left_leaves_nothing_of_its_lobby(make_job: MakeJob) -> None:
@@ -535,30 +529,39 @@ def test_a_worker_that_has_left_leaves_nothing_of_its_lobby(make_job: MakeJob) -
         assert each.result(30) == ([], True)
 
 
-def join_without_room(most: int) -> list[str]:
-    """What a worker leaves open that found too few descriptors to join, whichever was the last."""
-    from tests.rpc.fleet import client_of, serve_store
-    from tests.rpc.test_room import room_for
+def join_without_room() -> list[str]:
+    """What is left open by a worker for whose lobby there was no descriptor."""
 
     store = serve_store()
     client = client_of(store.port)
     before = inside.open_files()
-    joined = 0
-    for room in range(most):
-        with room_for(room), contextlib.suppress(rpc.NoRoom):
-            rpc.init_rpc(f"worker{room}", store=client)
-            joined += 1
-        if joined:
-            rpc.shutdown()
-            break
-    gc.collect()
-    assert joined
+    gc.disable()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "epoll", no_room_after_the_first())
+        with pytest.raises(rpc.NoRoom, match="cannot join a job"):
+            rpc.init_rpc("worker", store=client)
     after = inside.open_files()
     for file in before:
-        if file in after:
-            after.remove(file)
+        after.remove(file)
+    rpc.init_rpc("worker", store=client)
+    rpc.shutdown()
     return after
 
 
-def test_a_worker_that_cannot_make_its_lobby_leaves_nothing_open(start: Callable[..., Any]) -> None:
-    assert start().do(join_without_room, 40) == []
+def no_room_after_the_first() -> Callable[[], select.epoll]:
+    """The watch has one, and the lobby finds none."""
+    real, made = select.epoll, []
+
+    def epoll() -> select.epoll:
+        if made:
+            raise OSError(errno.EMFILE, "too many open files")
+        made.append(True)
+        return real()
+
+    return epoll
+
+
+def test_a_worker_that_has_no_room_for_a_lobby_leaves_nothing_open(
+    start: Callable[[], Process],
+) -> None:
+    assert start().do(join_without_room) == []

@@ -240,6 +240,23 @@ def test_a_link_that_ends_does_not_take_another_along_that_got_its_number(hub: H
     assert hub.has_served(1)
 
 
+class Snatched(dict[int, Incoming]):
+    """Another thread takes out what one has just found."""
+
+    def get(self, key: int, default: Any = None) -> Any:
+        found = super().get(key, default)
+        self.clear()
+        return found
+
+
+def test_a_link_that_ends_while_it_is_mended_is_forgotten_once(hub: Hub) -> None:
+    hub.welcome(1)
+    hub.await_rest()
+    hub.lobby._links = Snatched(hub.lobby._links)
+    hub.links[1].end()
+    assert hub.links[1].link.closed
+
+
 def test_a_number_that_another_link_had_is_the_new_ones(hub: Hub) -> None:
     """If nobody said that the other is over."""
     hub.incoming.start()

@@ -84,9 +84,8 @@ class Lobby:
 
     def forget(self, link: Incoming, descriptor: int) -> None:
         """The descriptor is not the link's any more, or the link is over."""
-        # By now another link may have the number.
-        if self._links.get(descriptor) is link:
-            del self._links[descriptor]
+        # By now another link may have the number; or another thread forgets this one, too.
+        if self._links.get(descriptor) is link and self._links.pop(descriptor, None):
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(descriptor)
 

@@ -85,7 +85,7 @@ class Lobby:
     def forget(self, link: Incoming, descriptor: int) -> None:
         """The descriptor is not the link's any more, or the link is over."""
         # By now another link may have the number; or another thread forgets this one, too.
-        if self._links.get(descriptor) is link and self._links.pop(descriptor, None):
+        if self._links.get(descriptor) is link and self._links.pop(descriptor, None) is link:
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(descriptor)
 

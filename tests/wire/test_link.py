@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import socket
 import struct
@@ -21,7 +22,8 @@ from telegrad.wire.arena import Arena, ArenaView
 from telegrad.wire.codec import Packed, pack, unpack
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, Frame, FrameLimits, Kind
-from telegrad.wire.link import Link, LinkBroken, LinkClosed
+from telegrad.wire.link import FREED_MAY_WAIT, Link, LinkBroken, LinkClosed
+from telegrad.wire.sending import MAX_FREED_PER_FRAME
 from telegrad.wire.session import SessionError
 from telegrad.wire.stream import PlainStream
 
@@ -654,3 +656,54 @@ def test_who_drains_a_link_may_close_it_although_another_thread_writes() -> None
     assert [receive(b).kind, receive(b).kind] == [Kind.REPLY, Kind.LEAVING]
     leaving.join(10)
     writing.join(10)
+
+
+def test_shared_memory_that_was_freed_waits_for_a_message_and_not_for_long() -> None:
+    freed: deque[int] = deque()
+    link, other = links()
+    link.freed = freed
+    assert link.tidy_in(0.0) == math.inf
+    freed.append(4096)
+    assert link.tidy_in(0.0) == FREED_MAY_WAIT
+    assert link.tidy_in(FREED_MAY_WAIT / 2) == pytest.approx(FREED_MAY_WAIT / 2)
+    assert link.tidy_in(FREED_MAY_WAIT) == 0.0
+    assert link.tidy_in(9.0) == 0.0
+    link.tidy()
+    assert not freed
+    assert link.tidy_in(9.0) == math.inf
+    link.close()
+    other.close()
+
+
+def test_shared_memory_waits_anew_after_a_message_took_along_what_was_freed_before() -> None:
+    """Else, where there is something at each look, each look would send a message of its own."""
+    link, other = links()
+    link.freed.append(4096)
+    assert link.tidy_in(0.0) == FREED_MAY_WAIT
+    link.send(Kind.POST, 0)
+    link.freed.append(8192)
+    assert link.tidy_in(FREED_MAY_WAIT) == FREED_MAY_WAIT
+    # More than a message can take along: the rest has waited since.
+    link.freed.extend(range(MAX_FREED_PER_FRAME))
+    link.send(Kind.POST, 0)
+    assert len(link.freed) == 1
+    assert link.tidy_in(2 * FREED_MAY_WAIT) == 0.0
+    link.close()
+    other.close()
+
+
+def test_what_is_on_the_queue_does_not_wait_with_what_was_freed() -> None:
+    link, other = links()
+    link.send(Kind.POST, 1, later=True)
+    assert link.tidy_in(0.0) == 0.0
+    link.tidy()
+    assert receive(other).call_id == 1
+    assert link.tidy_in(0.0) == math.inf
+    link.freed.append(4096)
+    link.send(Kind.POST, 2, later=True)
+    assert link.tidy_in(0.0) == 0.0
+    link.mark_broken()
+    # It leaves when the link is mended.
+    assert link.tidy_in(0.0) == math.inf
+    link.close()
+    other.close()

@@ -95,7 +95,7 @@ def test_who_asks_last_looks_and_the_one_before_sleeps(pair, monkeypatch):
     first, second = Lookout(looking_at(pair[0])), Lookout(looking_at(pair[1]))
     asking = threading.Thread(target=asked_for, args=(first,))
     asking.start()
-    while Lookout._looks is not first:
+    while Lookout._looks != id(first):
         time.sleep(0)
     sender = threading.Timer(0.05, pair[0].send, (b"x",))
     sender.start()

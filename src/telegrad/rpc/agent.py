@@ -102,7 +102,11 @@ class Agent:
         self._next_burial = 0.0
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
-        self.lobby = Lobby(self.watch, threads.run)
+        try:
+            self.lobby = Lobby(self.watch, threads.run)
+        except OSError:  # No room for its descriptor.
+            self.watch.close()
+            raise
         threads.nudge = self.watch.poke
         self.visitors = Visitors(self, meeting, liveness)
         self._loopback = Loopback(self)

@@ -142,7 +142,12 @@ def init_rpc(
                     timeout=rpc_timeout,
                     liveness=liveness,
                 )
-                agent = Agent(node, threads, meeting, liveness)
+                try:
+                    agent = Agent(node, threads, meeting, liveness)
+                except BaseException:
+                    visit.leave()
+                    meeting.close()
+                    raise
                 node.transport = runtime.transport = agent
                 node.services["closing"] = Closing(node)
                 node.services["rendezvous"] = visit

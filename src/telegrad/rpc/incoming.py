@@ -91,6 +91,8 @@ class Incoming:
         self.gone = False
         self._lock = threading.Lock()
         self._leader: object | None = None
+        self._is_held = False
+        """Nobody may lead: the link is being mended, and another thread empties its buffer."""
         self._turn = 0
         self._seen_turn = 0
         self._ticks_seen = 0
@@ -106,7 +108,7 @@ class Incoming:
     def start(self) -> None:
         """Have a thread lead, if none does."""
         with self._lock:
-            if self._leader is not None or self.gone:
+            if self._leader is not None or self._is_held or self.gone:
                 return
             me = self._leader = object()
         self.agent.threads.run(lambda: self._lead_and_host(me))
@@ -116,7 +118,7 @@ class Incoming:
     def lead(self) -> None:
         """Bytes were noticed: read and serve, on the calling thread, if nobody does."""
         with self._lock:
-            if self._leader is not None or self.gone:
+            if self._leader is not None or self._is_held or self.gone:
                 return
             me = self._leader = object()
         self._lead(me, noticed=True)
@@ -128,6 +130,7 @@ class Incoming:
     def _lead(self, me: object, noticed: bool = False) -> None:
         local, lobby = self.agent.local, self.agent.lobby
         local.timed = None
+        worker = self.member.info.id
         by_turns = not noticed
         while self._leader is me:
             if by_turns and not self.link.has_bytes() and self._park():
@@ -158,7 +161,7 @@ class Incoming:
             if self.link.session.kept_frames > FEW_ANSWERS and self._keeps_too_much():
                 self.agent.lose(self.member.info.id, "it never acknowledges the answers it gets")
                 return
-            by_turns = lobby.served(self)
+            by_turns = lobby.served(worker)
             self._function = None
             self._turn += 1
             if self.agent.watch.sleeping:
@@ -166,6 +169,10 @@ class Incoming:
             local.incoming, local.token = self, me
             try:
                 is_counted = self._serve(frame, me)
+            except BaseException:
+                # Whatever it was: those that come after it are to be read.
+                report_background_error(f"a request of worker {self.member.info.name!r}")
+                is_counted = True
             finally:
                 local.incoming = None
             if local.timed is not None:
@@ -298,25 +305,23 @@ class Incoming:
                 return False
             self._turn += 1
             self._aside.add(1)
-            if not self.link.has_bytes():
-                # Nobody need be woken before there is something to read.
+            # Nobody need be woken before there is something to read.
+            if not self.link.has_bytes() and self.agent.lobby.admit(self, self._descriptor):
                 self._leader = None
-                self.agent.lobby.admit(self, self._descriptor)
                 return True
             heir = self._leader = object()
         self.agent.threads.run(lambda: self._lead_and_host(heir))
         return True
 
     def _park(self) -> bool:
-        """Leave the link to the lobby."""
+        """Leave the link to the lobby, if there is nothing to read, and room."""
         with self._lock:
             if self.gone:
                 return True
-            if self.link.has_bytes():
+            # In one step: who finds that nobody leads may have the lobby forget it again.
+            if self.link.has_bytes() or not self.agent.lobby.admit(self, self._descriptor):
                 return False
             self._leader = None
-            # In the same step: who finds that nobody leads may have the lobby forget it again.
-            self.agent.lobby.admit(self, self._descriptor)
         return True
 
     def tick(self) -> bool:
@@ -350,7 +355,8 @@ class Incoming:
         """The caller comes back over a new connection: give the old one up, if we had not yet.
 
         A leader that runs a request might come back to the link while that is mended. It is not
-        waited for: it leads no longer.
+        waited for: it leads no longer. Nor does whoever was given the link by the lobby just before
+        and is late: until the link has been mended, nobody leads.
         """
         self.link.mark_broken()
         until = time.monotonic() + PATIENCE
@@ -360,6 +366,8 @@ class Incoming:
                 self.agent.silence.wait(TICK)
         # While the stream that broke still has its number: another may have it soon.
         self.agent.lobby.forget(self, self._descriptor)
+        # Nobody else may notice that the caller does not come after all.
+        self.agent.await_return(self, self.link.stream, "the connection broke")
 
     def _is_silent(self) -> bool:
         with self._lock:
@@ -367,13 +375,14 @@ class Incoming:
                 self._leader = None
                 self._turn += 1
                 self._aside.add(1)
-                # Nobody else may notice that the caller does not come after all.
-                self.agent.await_return(self, self.link.stream, "the connection broke")
-            return self._leader is None or self.gone
+            self._is_held = self._leader is None
+            return self._is_held or self.gone
 
     def resumed(self) -> None:
         self.link.stream.set_receive_timeout(IDLE_TIMEOUT)
-        self._descriptor = self.link.stream.fileno()
+        with self._lock:
+            self._descriptor = self.link.stream.fileno()
+            self._is_held = False
         self.start()
 
     def end(self) -> None:

@@ -50,37 +50,44 @@ class Lobby:
         self._links: dict[int, Incoming] = {}
         self._closed = False
         self._hosted = False
-        self._last: Incoming | None = None
+        self._last = -1
         self._found: list[tuple[int, int]] = []
         self._lookout = Lookout(self._look)
         watch.register(self._descriptor, self._noticed, _NOTHING)
 
-    def served(self, link: Incoming) -> bool:
-        """A request of a link is being served. Whether the one before came by another."""
-        before, self._last = self._last, link
-        return before is not link
+    def served(self, worker: int) -> bool:
+        """A request of a worker is being served. Whether the one before was another's."""
+        before, self._last = self._last, worker
+        return before != worker
 
-    def admit(self, link: Incoming, descriptor: int) -> None:
-        """Nobody leads this link any more: whoever is here is to be given its next bytes."""
+    def admit(self, link: Incoming, descriptor: int) -> bool:
+        """Nobody leads this link any more: whoever is here is to be given its next bytes.
+
+        False: the system has no room for it here, and somebody has to go on leading.
+        """
         try:
-            self._epoll.modify(descriptor, READABLE)
-        except FileNotFoundError:
-            self._links[descriptor] = link
-            self._epoll.register(descriptor, READABLE)
+            if self._links.get(descriptor) is link:
+                self._epoll.modify(descriptor, READABLE)
+            else:
+                self._links[descriptor] = link
+                self._epoll.register(descriptor, READABLE)
+        except OSError:
+            self._links.pop(descriptor, None)
+            return False
         except ValueError:
-            return  # This worker has left.
+            return True  # This worker has left.
         if not self._hosted:
             with self._lock:
                 if not self._hosted:
                     self._watch.look_for(self._descriptor, READABLE)
+        return True
 
     def forget(self, link: Incoming, descriptor: int) -> None:
         """The descriptor is not the link's any more, or the link is over."""
-        if link is self._last:
-            self._last = None
-        self._links.pop(descriptor, None)
-        with contextlib.suppress(OSError, ValueError):
-            self._epoll.unregister(descriptor)
+        # By now another link may have the number; or another thread forgets this one, too.
+        if self._links.get(descriptor) is link and self._links.pop(descriptor, None) is link:
+            with contextlib.suppress(OSError, ValueError):
+                self._epoll.unregister(descriptor)
 
     def host(self) -> None:
         """Wait here and lead what comes, while nobody else does; return when it is quiet."""

@@ -9,6 +9,7 @@ All that a link knows is kept here; what is done with it stands in `outbox.py`, 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -104,6 +105,8 @@ class Connection:
         self.while_blocked: Callable[[], None] = self._wait_writable
         self.nudge: Callable[[], None] = nobody_looks
         self.freed: deque[int] = deque() if freed is None else freed
+        self._freed_since = math.inf
+        """When something was found there first, since all of it was taken along."""
 
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)

@@ -28,8 +28,6 @@ FREED_MAY_WAIT = 0.05
 class Link(Sending, Receiving):
     """Sends and receives frames; large tensors go beside them where both ends have a way."""
 
-    _freed_since = math.inf
-
     def tidy_in(self, now: float) -> float:
         """In how many seconds there is something to tidy, unless a message takes it along.
 
@@ -38,7 +36,6 @@ class Link(Sending, Receiving):
         if self.has_unwritten:
             return 0.0
         if not self.freed:
-            self._freed_since = math.inf
             return math.inf
         self._freed_since = min(self._freed_since, now)
         return max(0.0, self._freed_since + FREED_MAY_WAIT - now)

@@ -57,7 +57,8 @@ class Lookout:
 
     _resting_until: ClassVar[float] = 0.0
     _rest: ClassVar[float] = REST_FOR
-    _looks: ClassVar[Lookout | None] = None
+    _looks: ClassVar[int] = 0
+    """Which one does, by its identity: what it looks at is not to be kept for that."""
 
     def __init__(self, look: Callable[[int], object]) -> None:
         """`look(0)` is true if there are bytes."""
@@ -76,14 +77,14 @@ class Lookout:
         look, until = self._look, now + LOOK_FOR
         if look(0):
             return True
-        Lookout._looks = self
+        Lookout._looks = me = id(self)
         slow = 0
         while True:
             began = now
             for _ in range(LOOKS):
                 os.sched_yield()
                 before, now = now, time.monotonic()
-                if now > until or Lookout._looks is not self:
+                if now > until or Lookout._looks != me:
                     return False
                 if now - before > KEPT_AWAY:
                     self._begin_rest(now)

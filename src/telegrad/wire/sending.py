@@ -159,6 +159,8 @@ class Sending(Outbox):
         freed: list[int] = []
         while self.freed and len(freed) < MAX_FREED_PER_FRAME:
             freed.append(self.freed.popleft())
+        if not self.freed:
+            self._freed_since = math.inf
         return freed
 
     # Beside the stream.

@@ -297,6 +297,19 @@ def test_what_was_taken_is_no_frame_while_the_next_is_waited_for_or_after_a_brea
     assert not b.has_bytes()
 
 
+def test_housekeeping_is_a_frame_and_no_message_that_an_answer_could_leave_with() -> None:
+    a, b = links()
+    a.send(Kind.CALL, 1, later=True)
+    a.send(Kind.HOUSEKEEPING, 0, later=True)
+    a.send(Kind.CALL, 2, later=True)
+    a.send(Kind.CALL, 3)
+    receive(b)
+    assert b.has_frame()
+    assert not b.has_message()
+    receive(b)
+    assert b.has_message()
+
+
 def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else() -> None:
     a, b = links()
     x = torch.zeros(LARGE, dtype=torch.uint8)

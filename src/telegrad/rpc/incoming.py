@@ -214,8 +214,8 @@ class Incoming:
                 # Before its caller hears of it, and may send the next one.
                 self._aside.add(-1)
                 is_counted = False
-            self.reply(frame.call_id, reply, leads and self.link.has_frame())
-        elif not self.link.has_frame():
+            self.reply(frame.call_id, reply, leads and self.link.has_message())
+        elif not self.link.has_message():
             self._flush()
         return is_counted
 

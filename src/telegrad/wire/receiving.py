@@ -119,6 +119,11 @@ class Receiving(Outbox):
             return False
         return self._group is None or not self._next_is_carried()
 
+    def has_message(self) -> bool:
+        """As `has_frame`, for a frame that is given to someone: who takes up mere housekeeping
+        waits for the next."""
+        return self.has_frame() and self._window[self._start] != Kind.HOUSEKEEPING
+
     def _next_is_carried(self) -> bool:
         """Whether a frame has been read of which tensors come through the group. Who takes it up
         waits for them, so nobody who has been served is to wait for that."""

@@ -16,7 +16,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc.current import current_node
-from telegrad.rpc.job_files import remove_abandoned, write_key
+from telegrad.rpc.job_files import MARK, remove_abandoned, remove_if_last, write_key
 from telegrad.wire.address import job_directory
 from telegrad.wire.keys import new_key
 from tests.rpc import functions
@@ -336,6 +336,18 @@ def test_what_was_left_by_who_died_while_it_founded_a_job_goes_once_it_is_old(
     if not old:
         shutil.rmtree(with_key)
         empty.rmdir()
+
+
+def test_of_workers_that_leave_at_once_one_removes_what_the_job_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each may find the other's files, and look at them when they are gone."""
+    write_key("left at once", new_key())
+    directory = job_directory("left at once")
+    found = [*directory.iterdir(), directory / "1-2.sock", directory / f"3-4{MARK}"]
+    monkeypatch.setattr(Path, "iterdir", lambda path: found)
+    remove_if_last(directory)
+    assert not directory.exists()
 
 
 def test_the_last_worker_removes_the_sockets_of_those_that_were_killed(make_job: MakeJob) -> None:

@@ -60,11 +60,12 @@ def remove_if_last(directory: Path) -> None:
 
 
 def _remove_if_abandoned(directory: Path, leaving: Process | None = None) -> None:
-    others = [path for path in directory.iterdir() if path.name != KEY_FILE]
     if leaving is not None:
-        for path in [path for path in others if _process_of(path) == leaving]:
-            path.unlink(missing_ok=True)
-            others.remove(path)
+        # Before the look at the others: of two that leave at once, the later sees neither.
+        for path in directory.iterdir():
+            if _process_of(path) == leaving:
+                path.unlink(missing_ok=True)
+    others = [path for path in directory.iterdir() if path.name != KEY_FILE]
     if all(map(_is_abandoned, others)):
         for path in (*others, directory / KEY_FILE):
             path.unlink(missing_ok=True)
@@ -80,15 +81,16 @@ def _process_of(path: Path) -> Process | None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a file's process is gone: one that was killed leaves its socket and mark behind."""
+    """Whether a file's process is gone: one that was killed leaves its socket and mark behind, and
+    one that leaves has just taken them away."""
     if path.suffix != ".sock":
         process = _process_of(path)
-        return process is not None and process.vital() is Vital.DEAD
+        return not path.exists() if process is None else process.vital() is Vital.DEAD
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return True
         except OSError:
             return False

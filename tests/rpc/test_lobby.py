@@ -377,7 +377,7 @@ def test_links_that_are_over_are_not_kept(hub: Hub) -> None:
         hub.callers.pop().close()
         del link
     gc.collect()
-    assert [each() for each in gone] == [None] * 6
+    assert when_settled(lambda: [each() for each in gone] == [None] * 6)
     assert hub.lobby._links == {}
 
 

@@ -6,12 +6,16 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import tty
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from telegrad.launch.streams import StandardError
 from tests.launch.test_local import wait_until_gone
 
 SPEAKS = """
@@ -52,9 +56,45 @@ def start(tmp_path: Path, main: str, stderr: int) -> subprocess.Popen[str]:
 def fill(pipe: int) -> None:
     """Leave no room for whoever writes to a pipe that nobody reads."""
     os.set_blocking(pipe, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(pipe, b"x" * (select.PIPE_BUF - 1) + b"\n")
+    for size in (select.PIPE_BUF, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(pipe, b"x" * (size - 1) + b"\n")
+
+
+@pytest.fixture(params=["pipe", "socket", "terminal"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """Where to read, and where to write."""
+    if request.param == "pipe":
+        reading, writing = os.pipe()
+    elif request.param == "terminal":
+        reading, writing = os.openpty()
+        tty.setraw(writing)
+    else:
+        reading, writing = (end.detach() for end in socket.socketpair())
+    yield reading, writing
+    os.close(reading)
+    os.close(writing)
+
+
+def test_others_may_leave_no_room_between_the_look_and_the_write(ends: tuple[int, int]) -> None:
+    reading, writing = ends
+    stream = StandardError(writing)
+    stream.add("waits")
+    fill(writing)
+    os.set_blocking(writing, True)
+    signal.alarm(10)  # It ends the test's process: who blocks there cannot be told to stop.
+    stream.write_some()
+    signal.alarm(0)
+    assert stream  # It is still to be written.
+    os.set_blocking(reading, False)
+    seen = b""
+    while stream or not seen.endswith(b"waits\n"):
+        with contextlib.suppress(BlockingIOError):
+            seen += os.read(reading, 65536)
+        stream.write_some()
+    assert os.get_blocking(writing)
+    stream.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -172,6 +172,7 @@ class ForkServer:
             os.close(sibling.stderr)
         self._channel.close()
         self._selector.close()
+        self._standard_error.close()
         if self._exits is not None:
             signal.set_wakeup_fd(-1)
             for descriptor in self._exits:

@@ -13,9 +13,10 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc import cargo, outgoing
+from telegrad.rpc.current import current_node
 from tests.rpc import functions
 from tests.rpc.fleet import Job
-from tests.rpc.inside import call, references, when_settled
+from tests.rpc.inside import agent, call, references, when_settled
 
 MakeJob = Callable[..., Job]
 
@@ -128,3 +129,35 @@ def test_a_farewell_to_a_worker_that_does_not_read_holds_nobody_up(make_job: Mak
     job["b"].signal(signal.SIGSTOP)
     job["a"].do(send_until_full, "b")
     assert job["a"].do(timed_leave) < 3.0
+
+
+def hear_posts() -> None:
+    current_node().on_post("test", lambda sender, payload: None)
+
+
+def kept_after_posts(to: str, count: int, size: int) -> tuple[int, int]:
+    """The most frames that were kept for a resend, and bytes of memory that were lent, while this
+    worker sent messages that have no reply."""
+    node, worker = current_node(), rpc.get_worker_info(to).id
+    x = torch.ones(size, dtype=torch.uint8)
+    kept = 0
+    for number in range(count):
+        node.post(worker, "test", x)
+        link = agent()._outgoing[worker].link
+        kept = max(kept, link.session.kept_frames)
+        if number % 10 == 9:
+            time.sleep(0.01)  # A pace that the other keeps up with.
+    assert link._arena is not None
+    return kept, link._arena.use.high_water
+
+
+@pytest.mark.parametrize(("count", "size"), [(2000, 8), (1000, 1 << 17)])
+def test_who_only_posts_gets_his_memory_back_meanwhile(
+    make_job: MakeJob, count: int, size: int
+) -> None:
+    """Nobody waits for a reply, so nobody would read what was acknowledged and given back."""
+    job = make_job("a", "b")
+    job["b"].do(hear_posts)
+    kept, lent = job["a"].do(kept_after_posts, "b", count, size)
+    assert kept < count // 2
+    assert lent < count * size // 2

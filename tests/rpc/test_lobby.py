@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import os
 import select
 import socket
@@ -22,6 +23,7 @@ from telegrad.rpc.incoming import Aside, Incoming
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.link import Link
+from telegrad.wire.lookout import Lookout
 from tests.rpc import functions, inside
 from tests.rpc.fleet import Job, Process, client_of, results, serve_store
 from tests.rpc.inside import call, when_settled
@@ -141,7 +143,7 @@ def test_bytes_that_a_host_does_not_see_before_it_leaves_are_noticed(
         sent.set()
         return []
 
-    monkeypatch.setattr(hub.lobby._lookout, "_soon", False, raising=False)
+    monkeypatch.setattr(Lookout, "_resting_until", math.inf)
     monkeypatch.setattr(hub.lobby, "_sleep", leave_too_soon)
     hub.threads.run(hub.lobby.host)
     assert sent.wait(10)
@@ -161,7 +163,7 @@ def test_a_link_is_admitted_just_when_the_host_leaves_and_is_noticed(
         hub.lobby.admit(incoming, fileno)
         return []
 
-    monkeypatch.setattr(hub.lobby._lookout, "_soon", False, raising=False)
+    monkeypatch.setattr(Lookout, "_resting_until", math.inf)
     monkeypatch.setattr(hub.lobby, "_sleep", admitted_at_the_last_moment)
     hub.threads.run(hub.lobby.host)
     assert hub.has_served(1)
@@ -207,7 +209,7 @@ def test_who_is_given_a_link_too_late_does_not_read_while_it_is_mended(hub: Hub)
     go_on.set()
     hub._go_on()
     assert hub.has_served(3)
-    assert hub.served == [1, 2, 3]
+    assert sorted(hub.served) == [1, 2, 3]  # Each once. The first may end last.
 
 
 def test_who_is_given_a_link_too_late_does_not_admit_it_by_a_number_that_is_not_its_own(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import select
 import socket
 import struct
 import threading
@@ -85,6 +86,30 @@ def test_frames_arrive_whole_and_in_order(kind: str) -> None:
     assert (first.kind, first.call_id, first.meta, first.note) == (Kind.CALL, 1, b"meta", b"note")
     assert (second.kind, second.meta, second.buffers) == (Kind.POST, b"", [])
     assert (third.kind, third.call_id, third.meta) == (Kind.REPLY, 7, b"m" * 70_000)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_what_is_here_is_taken_up_and_nothing_is_waited_for(kind: str) -> None:
+    a, b = links(kind)
+    b.stream.set_receive_timeout(60.0)
+    assert b.take_up() is None
+    a.send(Kind.HOUSEKEEPING, 0)
+    a.send(Kind.POST, 0, b"meta")
+    assert receive(b).meta == b"meta"
+    a.send(Kind.HOUSEKEEPING, 0)
+    until = time.monotonic() + 10
+    while b.session.seen < 3 and time.monotonic() < until:
+        assert b.take_up() is None
+    assert b.session.seen == 3
+    a.stream.try_send([HEADER.pack(Kind.POST, 0, 0, 0, 0, 4, 4, 4, 0, 0) + b"me"])
+    while b._end - b._start < HEADER_SIZE + 2 and time.monotonic() < until:
+        assert b.take_up() is None
+    a.stream.try_send([b"ta"])
+    assert receive(b).meta == b"meta"
+    a.stream.close()
+    assert select.select([b.stream], [], [], 10)[0]
+    with pytest.raises(LinkBroken):
+        b.take_up()
 
 
 def test_a_note_of_a_message_with_very_many_tensors_arrives() -> None:

@@ -44,16 +44,76 @@ def test_a_reader_that_was_served_soon_looks_for_a_while_and_not_for_long(pair, 
 
 
 def test_a_reader_that_waited_long_sleeps_until_bytes_come_soon_again(pair, monkeypatch):
-    monkeypatch.setattr(lookout, "KEPT_AWAY", 10.0)
-    monkeypatch.setattr(lookout, "LOOK_FOR", 0.0)
-    look = Lookout(looking_at(pair[0]))
-    look.wait()
-    look.came()
     monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    monkeypatch.setattr(lookout, "LONG", 0.0)
+    look = Lookout(looking_at(pair[0]))
+    pair[1].send(b"x")
+    assert look.wait()
+    pair[0].recv(1)
+    look.came()
     assert asked_for(look) < 30.0
+    monkeypatch.setattr(lookout, "LONG", 60.0)
     look.came()
     pair[1].send(b"x")
-    look.wait()
+    assert look.wait()
+
+
+class Patient:
+    """Sees nothing for so many looks, and notes how long it was asked to wait for something."""
+
+    def __init__(self, looks: int) -> None:
+        self.asked: list[int] = []
+        self._left = looks
+
+    def __call__(self, milliseconds: int) -> bool:
+        self.asked.append(milliseconds)
+        self._left -= 1
+        return self._left < 0
+
+
+def test_a_reader_sleeps_until_shortly_before_what_takes_a_while(monkeypatch):
+    monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    monkeypatch.setattr(lookout, "CROWDED", 60.0)
+    monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    sees = Patient(5)
+    look = Lookout(sees)
+    look._expected[7] = 0.01
+    assert look.wait(7)
+    assert sees.asked == [0, 9, 0, 0, 0, 0]
+    assert look._expected[7] < 0.01  # It came sooner: the sleep did not take the time it said.
+    sees = Patient(5)
+    look = Lookout(sees)
+    look._expected[7] = 0.01
+    assert look.wait(8)
+    assert sees.asked == [0] * 6
+
+
+def test_what_comes_while_a_reader_sleeps_is_noticed_at_once(pair):
+    look = Lookout(looking_at(pair[0]))
+    look._expected[0] = lookout.LONG
+    sender = threading.Timer(0.005, pair[1].send, (b"x",))
+    sender.start()
+    assert look.wait()
+    assert look._expected[0] < lookout.LONG
+    sender.join()
+
+
+def test_what_took_longer_once_is_looked_for_a_little_later_and_what_took_long_not_at_all(pair):
+    look = Lookout(looking_at(pair[0]))
+    look._expected[0] = 0.002
+    look._note(0.006)
+    assert look._expected[0] == pytest.approx(0.003)
+    look._note(10.0)
+    assert look._expected[0] == 10.0
+    assert not look.wait()
+
+
+def test_a_reader_remembers_only_so_many_kinds_of_waits(pair):
+    look = Lookout(looking_at(pair[0]))
+    pair[1].send(b"x")
+    for number in range(3 * lookout.MOST_EXPECTED):
+        assert look.wait(number)
+    assert 0 < len(look._expected) <= lookout.MOST_EXPECTED
 
 
 def test_bytes_end_the_looking(pair, monkeypatch):

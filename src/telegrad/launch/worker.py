@@ -14,6 +14,7 @@ import torch
 
 from telegrad.launch.job import Conduct, Orders, Seat
 from telegrad.launch.lifeline import die_with_parent, watch
+from telegrad.launch.memory import keep_freed_memory
 from telegrad.launch.script import install_main
 
 
@@ -40,6 +41,7 @@ def work(seat: Seat, conduct: Conduct, orders: Orders, lifeline: int, server: in
 def _settle(seat: Seat, orders: Orders) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _show_lines_at_once(sys.stdout)
+    keep_freed_memory()
     os.environ["OMP_NUM_THREADS"] = str(orders.threads)
     torch.set_num_threads(orders.threads)
     seed_everything(orders.seed + seat.rank)

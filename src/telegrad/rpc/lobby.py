@@ -106,7 +106,7 @@ class Lobby:
     def _next(self) -> Incoming | None:
         """The next link with something to read; None if none came for a while."""
         try:
-            if not self._lookout.wait():
+            if not self._lookout.wait(self._last):
                 self._found = self._sleep()
                 self._lookout.came()
             found, self._found = self._found, []
@@ -118,9 +118,9 @@ class Lobby:
                     self._left.notify_all()
         return self._links.get(found[0][0]) if found else None
 
-    def _look(self, _: int) -> bool:
+    def _look(self, milliseconds: int) -> bool:
         try:
-            self._found = self._epoll.poll(0, 1)
+            self._found = self._epoll.poll(milliseconds / 1000, 1)
         except (OSError, ValueError):
             return False  # This worker has left.
         return bool(self._found)

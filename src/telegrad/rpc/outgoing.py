@@ -52,6 +52,8 @@ MAX_CALLS_IN_FLIGHT = 8192
 BACKLOG = 32
 MOST_LANES = 8
 PAUSE_FOR_ROOM = 0.001
+MUCH_KEPT = 64
+"""Frames that the other end has not acknowledged, as far as has been read."""
 
 
 class Outgoing:
@@ -203,6 +205,7 @@ class Outgoing:
         try:
             if self._armed:
                 self._disarm()
+            link.stream.awaited = id(pending.target)
             while not pending.done:
                 if self._served and not link.has_frame():
                     self._wake_next()
@@ -253,9 +256,9 @@ class Outgoing:
             self.agent.mend(self, str(error))
             return None
 
-    def _take_one(self, link: Link) -> Frame | None:
+    def _take_one(self, link: Link, waits: bool = True) -> Frame | None:
         try:
-            frame = link.receive()
+            frame = link.receive() if waits else link.take_up()
         except CodecError as error:
             self.agent.lose(self.member.info.id, f"it sent what cannot be read ({error})")
             link.forget_unread()
@@ -329,6 +332,23 @@ class Outgoing:
         finally:
             if self._reader == get_ident():
                 # The code of users may not run here: what it sends would wait for this thread.
+                self.agent.complete_elsewhere(self._pass_on_reading())
+        if broken:
+            self.agent.threads.run(self._read_for_others)
+
+    def _take_up(self) -> None:
+        """Read what is here, if nobody reads, and wait for nothing."""
+        broken = False
+        try:
+            if self._reading or not self._begin_to_read():
+                return
+            while self._take_one(self.link, waits=False) is not None:
+                pass
+        except LinkBroken:
+            broken = True
+        finally:
+            if self._reader == get_ident():
+                # The code of users may not run here: whoever posts may hold what it needs.
                 self.agent.complete_elsewhere(self._pass_on_reading())
         if broken:
             self.agent.threads.run(self._read_for_others)
@@ -418,6 +438,10 @@ class Outgoing:
             self.agent.watch.poke()
 
     def post(self, packed: Packed, note: bytes) -> None:
+        # It has no reply that would be waited for, and read: who only posts has to look himself for
+        # the memory that is given back and what is acknowledged.
+        if packed.buffers or self.link.session.kept_frames >= MUCH_KEPT:
+            self._take_up()
         self.link.send(
             Kind.POST,
             0,

@@ -28,6 +28,8 @@ from telegrad.wire.stream import Stream
 
 READ_BUFFER = 1 << 18
 SMALL_FRAME = 1 << 16
+CARRIED_TIMEOUT = 0.05
+"""Seconds for which a reader waits at a time for tensors that come beside their frame."""
 
 Bytes = bytes | memoryview
 
@@ -124,6 +126,7 @@ class Connection:
         self._end = 0
         self._large: Incoming | None = None
         self._arriving: list[Arrival] | None = None
+        self._patience = CARRIED_TIMEOUT
 
     def mark_broken(self) -> None:
         """Give the stream up. Blocked readers and writers come back at once."""

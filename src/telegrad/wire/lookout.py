@@ -7,9 +7,10 @@ reader whose bytes came soon the last time looks for them again and again for a 
 only then.
 
 The rules that keep this from doing harm:
-- Only who was served soon looks. A wait that took longer turns looking off, and it stays off until
-  bytes have come soon after the reader asked: an idle link costs one look, a link on which answers
-  take long costs none.
+- Only for what comes soon. Each reader remembers how long its waits took, those for different
+  things apart. What takes long is slept for at once, and what takes a while is slept for until
+  shortly before it is expected: an idle link costs one look, one on which answers take long costs
+  none, and while another process computes, its core and ours are free for most of the time.
 - Looking yields to everyone: each look lets other threads have the interpreter, and then the core.
 - One thread of a process looks, the one that asked last: who was just served is served next, as a
   rule. Two would take the interpreter from each other, and take that for a shared core.
@@ -21,6 +22,7 @@ The rules that keep this from doing harm:
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -29,7 +31,14 @@ from collections.abc import Callable
 from typing import ClassVar
 
 LOOK_FOR = 0.01
-"""Seconds. About what a worker takes for its part of a step of training, in the backward pass."""
+"""Seconds. What a worker takes for its part of a step of training does not vary by more."""
+LONG = 0.04
+"""Seconds. For what takes longer nobody looks."""
+WORTH_A_NAP = 0.002
+NAP = 0.9
+"""So much of the time that is expected is slept: what takes that long varies by a tenth."""
+MOST_EXPECTED = 64
+"""Kinds of waits that are told apart, before all are learnt anew."""
 KEPT_AWAY = 0.001
 """Seconds. Somebody who needs the core has it for longer; a machine that is shared from outside
 takes it away for less, and often."""
@@ -53,7 +62,7 @@ def looking_at(sock: socket.socket) -> Callable[[int], object]:
 class Lookout:
     """The patience of one stream's reader."""
 
-    __slots__ = ("_asked", "_look", "_soon")
+    __slots__ = ("_asked", "_awaited", "_expected", "_look")
 
     _resting_until: ClassVar[float] = 0.0
     _rest: ClassVar[float] = REST_FOR
@@ -61,22 +70,33 @@ class Lookout:
     """Which one does, by its identity: what it looks at is not to be kept for that."""
 
     def __init__(self, look: Callable[[int], object]) -> None:
-        """`look(0)` is true if there are bytes."""
+        """`look(milliseconds)` is true if there are bytes, or come in that time."""
         self._look = look
-        self._soon = True
         self._asked = 0.0
+        self._awaited = 0
+        self._expected: dict[int, float] = {}
 
-    def wait(self) -> bool:
+    def wait(self, awaited: int = 0) -> bool:
         """Before a read that blocks: return when there are bytes, or when it is time to sleep.
 
-        True if there are bytes; else `came` has to be told of the end of the read.
+        True if there are bytes; else `came` has to be told of the end of the read. `awaited` tells
+        waits apart that take differently long.
         """
         self._asked = now = time.monotonic()
-        if not self._soon or now < Lookout._resting_until:
+        self._awaited = awaited
+        expected = self._expected.get(awaited, 0.0)
+        if expected > LONG or now < Lookout._resting_until:
             return False
-        look, until = self._look, now + LOOK_FOR
+        look = self._look
         if look(0):
+            self._note(0.0)
             return True
+        if expected > WORTH_A_NAP:
+            if look(int(1000 * NAP * expected)):
+                self._note(time.monotonic() - self._asked)
+                return True
+            now = time.monotonic()
+        until = now + LOOK_FOR
         Lookout._looks = me = id(self)
         slow = 0
         while True:
@@ -91,11 +111,21 @@ class Lookout:
                     return False
                 if look(0):
                     Lookout._rest = REST_FOR
+                    self._note(now - self._asked)
                     return True
             slow = slow + 1 if now - began > CROWDED else 0
             if slow == IN_A_ROW:
                 self._begin_rest(now)
                 return False
+
+    def _note(self, seconds: float) -> None:
+        """It took so long this time. Sooner is believed at once: who sleeps too long is late."""
+        expected = self._expected.get(self._awaited, math.inf)
+        if expected == math.inf and len(self._expected) >= MOST_EXPECTED:
+            self._expected.clear()
+        if expected < seconds < LONG:
+            seconds = expected + (seconds - expected) / 4
+        self._expected[self._awaited] = seconds
 
     def _begin_rest(self, now: float) -> None:
         Lookout._resting_until = now + Lookout._rest
@@ -103,7 +133,7 @@ class Lookout:
 
     def came(self) -> None:
         """After a read that had to wait."""
-        self._soon = time.monotonic() - self._asked < LOOK_FOR and _SEVERAL_CORES
+        self._note(time.monotonic() - self._asked if _SEVERAL_CORES else math.inf)
 
 
 _SEVERAL_CORES = len(os.sched_getaffinity(0)) > 1

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from telegrad.wire.arena import ArenaError
-from telegrad.wire.connection import READ_BUFFER, SMALL_FRAME, Incoming, LinkBroken
+from telegrad.wire.connection import CARRIED_TIMEOUT, READ_BUFFER, SMALL_FRAME, Incoming, LinkBroken
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import (
     GROUP,
@@ -37,6 +37,7 @@ from telegrad.wire.lane import are_large, inline_bytes, is_split
 from telegrad.wire.outbox import Outbox
 from telegrad.wire.primitives import ByteBuffer
 from telegrad.wire.session import SessionError
+from telegrad.wire.stream import is_readable
 from telegrad.wire.warm import warm
 
 ACK_FRAMES = 256
@@ -44,7 +45,6 @@ ACK_BYTES = 1 << 20
 LIGHT = ACK_BYTES // ACK_FRAMES // 4
 """Frames below it are too small to make up `ACK_BYTES` before there are `ACK_FRAMES` of them."""
 LOOK_EVERY = 64
-CARRIED_TIMEOUT = 0.05
 
 _NOTHING: Iterator[ByteBuffer] = iter(())
 
@@ -109,6 +109,14 @@ class Receiving(Outbox):
         except SessionError as error:
             raise CodecError(str(error)) from None
 
+    def take_up(self) -> Frame | None:
+        """As `receive`, but of what is here: None if that is no whole frame."""
+        self._patience = 0.0
+        try:
+            return self.receive()
+        finally:
+            self._patience = CARRIED_TIMEOUT
+
     def has_frame(self) -> bool:
         """Whether a whole small frame has been read already, and nothing of it is waited for."""
         have = self._end - self._start
@@ -169,6 +177,8 @@ class Receiving(Outbox):
         """Bytes read, 0 if the receive timeout passed."""
         if self.broken or self.closed:
             raise LinkBroken("the connection broke")
+        if not self._patience and not is_readable(self.stream):
+            return 0
         try:
             count = self.stream.recv_into(target)
         except OSError as error:
@@ -247,7 +257,7 @@ class Receiving(Outbox):
 
     def _all_arrived(self, large: Incoming) -> bool:
         for arrival in large.arrivals:
-            if not arrival.wait(CARRIED_TIMEOUT):
+            if not arrival.wait(self._patience):
                 return False
             if arrival.failed:
                 # The lane says so only after it has let go of who waits for it.
@@ -319,7 +329,7 @@ class Receiving(Outbox):
         try:
             if self._arriving is None:
                 self._arriving = self._expect(group, table, rows)
-            return all(arrival.is_here(CARRIED_TIMEOUT) for arrival in self._arriving)
+            return all(arrival.is_here(self._patience) for arrival in self._arriving)
         except MemoryError:
             raise CodecError("there is no memory for the tensors that a frame announces") from None
         except GroupFailed as error:

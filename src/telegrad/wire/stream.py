@@ -46,6 +46,8 @@ Part = bytes | memoryview
 class Stream(Protocol):
     """One reading thread at a time, one writing thread at a time; the two may differ."""
 
+    awaited: int
+    """What the next read waits for, if that is known: some things take longer than others."""
     crowd: Collection[object]
     """Threads that wait for what comes by this stream, beside the one that reads."""
 
@@ -89,12 +91,13 @@ class PlainStream:
         sock.settimeout(None)
         self.loss: OSError | None = None
         self.crowd: Collection[object] = ()
+        self.awaited = 0
         self._socket = sock
         self._lookout = Lookout(looking_at(sock))
         close_when_collected(self, sock)
 
     def recv_into(self, view: memoryview) -> int:
-        seen = not self.crowd and self._lookout.wait()
+        seen = not self.crowd and self._lookout.wait(self.awaited)
         try:
             return self._socket.recv_into(view)
         except BlockingIOError:
@@ -160,6 +163,15 @@ def wait_writable(sock: socket.socket, timeout: float | None) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLOUT)
     return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+
+def is_readable(stream: Stream) -> bool:
+    """Whether a read would not have to wait."""
+    if stream.pending():
+        return True
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def unheard(sock: socket.socket) -> float:

@@ -65,6 +65,7 @@ class TlsStream:
         """
         self.loss: OSError | None = None
         self.crowd: Collection[object] = ()
+        self.awaited = 0
         self._socket = sock
         close_when_collected(self, sock)
         self._incoming = ssl.MemoryBIO()

@@ -192,26 +192,40 @@ def serve_bare(serve_part: Callable[..., None]) -> None:
 
 def measure(rounds: int, seconds: float) -> list[tuple[str, dict[str, float]]]:
     """By case, how much longer a step of each takes than the same step in one process."""
-    local = slices.Sliced(TRAIN, LOCAL)
-    peers = [slices.Sliced(PROGRAM, name) for name in (BARE, THREADED)]
-    peers += [slices.Sliced(TRAIN, name, stops=name == "stock") for name in PEERS]
+    found: dict[str, dict[str, list[float]]] = {}
+    for share in slices.shares(rounds):
+        local = slices.Sliced(TRAIN, LOCAL)
+        peers = [slices.Sliced(PROGRAM, name) for name in (BARE, THREADED)]
+        peers += [slices.Sliced(TRAIN, name, stops=name == "stock") for name in PEERS]
+        with slices.started([local, *peers]):
+            for size in SIZES:
+                for parts in PARTS:
+                    times = found.setdefault(remote_case(size, parts), {})
+                    for _ in share:
+                        _measure_case(local, peers, size, parts, seconds, times)
+                        peers.reverse()
     rows = []
-    with slices.started([local, *peers]):
-        for size in SIZES:
-            for parts in PARTS:
-                case = remote_case(size, parts)
-                found: dict[str, list[float]] = {}
-                for _ in range(rounds):
-                    found.setdefault(LOCAL, []).append(_median(local, local_case(size), seconds))
-                    for peer in peers:
-                        found.setdefault(peer.name, []).append(_median(peer, case, seconds))
-                        if peer.name == "telegrad":
-                            step = _median(peer, as_one(case), seconds)
-                            found.setdefault(AS_ONE, []).append(step)
-                    peers.reverse()
-                alone = lower_quartile(found.pop(LOCAL))
-                rows.append((case, {n: lower_quartile(t) - alone for n, t in found.items()}))
+    for case, times in found.items():
+        alone = lower_quartile(times.pop(LOCAL))
+        rows.append((case, {name: lower_quartile(each) - alone for name, each in times.items()}))
     return rows
+
+
+def _measure_case(
+    local: slices.Sliced,
+    peers: list[slices.Sliced],
+    size: str,
+    parts: int,
+    seconds: float,
+    times: dict[str, list[float]],
+) -> None:
+    """One slice of the step in one process, and one of each peer."""
+    case = remote_case(size, parts)
+    times.setdefault(LOCAL, []).append(_median(local, local_case(size), seconds))
+    for peer in peers:
+        times.setdefault(peer.name, []).append(_median(peer, case, seconds))
+        if peer.name == "telegrad":
+            times.setdefault(AS_ONE, []).append(_median(peer, as_one(case), seconds))
 
 
 def _median(peer: slices.Sliced, case: str, seconds: float) -> float:
@@ -234,7 +248,7 @@ def rows_of(overheads: list[tuple[str, dict[str, float]]]) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=f"python -m {PROGRAM}")
-    parser.add_argument("--rounds", type=int, default=12, help="how often each has its turn")
+    parser.add_argument("--rounds", type=int, default=16, help="how often each has its turn")
     parser.add_argument("--seconds", type=float, default=0.3, help="how long a turn takes")
     parser.add_argument("--write", action="store_true", help="write it to docs/performance.md")
     parser.add_argument("--serve", choices=(BARE, THREADED), help=argparse.SUPPRESS)

@@ -10,6 +10,10 @@ have no slice. The others sleep by themselves.
 What counts of a slice is its median. Of the slices of all rounds it is the lower quartile: what
 disturbs a machine from outside only adds.
 
+Of several processes that do the same, one may be a tenth slower than another for as long as it
+lives: where its memory lies in the machine's is decided once. So all of them are started anew a few
+times in a run.
+
 One more thing would be measured: whether glibc gives memory that a step freed back to the kernel,
 and then takes it again page by page, depends on where its blocks happen to lie. The same step in
 one process took 5.5 or 8 ms by that alone. So all processes alike are told to keep their memory.
@@ -18,6 +22,7 @@ one process took 5.5 or 8 ms by that alone. So all processes alike are told to k
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -28,6 +33,8 @@ from typing import Any
 
 from benchmarks.peers import sample
 
+STARTS = 4
+"""How often all processes are started anew in a run."""
 WARM_UP = 3
 """Runs before a slice is measured: who had to wait finds its caches cold."""
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
@@ -105,6 +112,13 @@ def started(peers: list[Sliced]) -> Iterator[None]:
     finally:
         for peer in peers:
             peer.end()
+
+
+def shares(rounds: int) -> list[range]:
+    """The rounds of a run, by the processes that they are of."""
+    starts = min(STARTS, rounds)
+    edges = [rounds * start // starts for start in range(starts + 1)]
+    return [range(first, last) for first, last in itertools.pairwise(edges)]
 
 
 def serve(works: dict[str, Callable[[], object]]) -> None:

@@ -88,16 +88,17 @@ def serve_remote(peer: Peer) -> Samples:
 
 def measure(rounds: int, seconds: float) -> dict[str, Samples]:
     """By peer, the median steps of all slices, and what steps take longer than in one process."""
-    local = slices.Sliced(PROGRAM, LOCAL)
-    peers = [slices.Sliced(PROGRAM, name, stops=name == "stock") for name in PEERS]
-    samples: dict[str, Samples] = {peer.name: {} for peer in peers}
-    with slices.started([local, *peers]):
-        for number in range(rounds):
-            print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-            for size in SIZES:
-                for parts in PARTS:
-                    _measure_case(local, peers, size, parts, seconds, samples)
-                    peers.reverse()
+    samples: dict[str, Samples] = {name: {} for name in PEERS}
+    for share in slices.shares(rounds):
+        local = slices.Sliced(PROGRAM, LOCAL)
+        peers = [slices.Sliced(PROGRAM, name, stops=name == "stock") for name in PEERS]
+        with slices.started([local, *peers]):
+            for number in share:
+                print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+                for size in SIZES:
+                    for parts in PARTS:
+                        _measure_case(local, peers, size, parts, seconds, samples)
+                        peers.reverse()
     for found in samples.values():
         for size in SIZES:
             for parts in PARTS:
@@ -243,7 +244,7 @@ def _stock_model(size: Size, parts: int) -> Model:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=f"python -m {PROGRAM}")
-    parser.add_argument("--rounds", type=int, default=12, help="how often each peer has its turns")
+    parser.add_argument("--rounds", type=int, default=16, help="how often each peer has its turns")
     parser.add_argument("--seconds", type=float, default=0.3, help="how long a turn takes")
     parser.add_argument("--json", action="store_true", help="print all times instead of a table")
     parser.add_argument("--serve", choices=(LOCAL, *PEERS), help=argparse.SUPPRESS)

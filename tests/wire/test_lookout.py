@@ -50,10 +50,10 @@ def test_a_reader_that_waited_long_sleeps_until_bytes_come_soon_again(pair, monk
     pair[1].send(b"x")
     assert look.wait()
     pair[0].recv(1)
-    look.came()
+    look.ended(came=True)
     assert asked_for(look) < 30.0
     monkeypatch.setattr(lookout, "LONG", 60.0)
-    look.came()
+    look.ended(came=True)
     pair[1].send(b"x")
     assert look.wait()
 
@@ -106,6 +106,21 @@ def test_what_took_longer_once_is_looked_for_a_little_later_and_what_took_long_n
     look._note(10.0)
     assert look._expected[0] == 10.0
     assert not look.wait()
+
+
+def test_a_wait_that_goes_on_is_one_wait_and_costs_one_look(monkeypatch):
+    monkeypatch.setattr(lookout, "LOOK_FOR", 0.0)
+    sees = Patient(1000)
+    look = Lookout(sees)
+    assert not look.wait()
+    looked = len(sees.asked)
+    for _ in range(3):
+        look.ended(came=False)
+        assert not look.wait()
+    assert len(sees.asked) == looked
+    look._asked -= 2 * lookout.LONG
+    look.ended(came=True)
+    assert look._expected[0] > 2 * lookout.LONG
 
 
 def test_a_reader_remembers_only_so_many_kinds_of_waits(pair):

@@ -108,7 +108,7 @@ class Lobby:
         try:
             if not self._lookout.wait(self._last):
                 self._found = self._sleep()
-                self._lookout.came()
+                self._lookout.ended(bool(self._found))
             found, self._found = self._found, []
         finally:
             with self._lock:

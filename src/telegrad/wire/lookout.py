@@ -62,7 +62,7 @@ def looking_at(sock: socket.socket) -> Callable[[int], object]:
 class Lookout:
     """The patience of one stream's reader."""
 
-    __slots__ = ("_asked", "_awaited", "_expected", "_look")
+    __slots__ = ("_asked", "_awaited", "_expected", "_goes_on", "_look")
 
     _resting_until: ClassVar[float] = 0.0
     _rest: ClassVar[float] = REST_FOR
@@ -74,14 +74,17 @@ class Lookout:
         self._look = look
         self._asked = 0.0
         self._awaited = 0
+        self._goes_on = False
         self._expected: dict[int, float] = {}
 
     def wait(self, awaited: int = 0) -> bool:
         """Before a read that blocks: return when there are bytes, or when it is time to sleep.
 
-        True if there are bytes; else `came` has to be told of the end of the read. `awaited` tells
+        True if there are bytes; else `ended` has to be told of the end of the read. `awaited` tells
         waits apart that take differently long.
         """
+        if self._goes_on:
+            return False
         self._asked = now = time.monotonic()
         self._awaited = awaited
         expected = self._expected.get(awaited, 0.0)
@@ -131,9 +134,11 @@ class Lookout:
         Lookout._resting_until = now + Lookout._rest
         Lookout._rest = min(2 * Lookout._rest, LONGEST_REST)
 
-    def came(self) -> None:
-        """After a read that had to wait."""
-        self._note(time.monotonic() - self._asked if _SEVERAL_CORES else math.inf)
+    def ended(self, came: bool) -> None:
+        """After a read that had to wait. If nothing came, the next one is still the same wait."""
+        self._goes_on = not came
+        if came:
+            self._note(time.monotonic() - self._asked if _SEVERAL_CORES else math.inf)
 
 
 _SEVERAL_CORES = len(os.sched_getaffinity(0)) > 1

@@ -98,16 +98,18 @@ class PlainStream:
 
     def recv_into(self, view: memoryview) -> int:
         seen = not self.crowd and self._lookout.wait(self.awaited)
+        came = True
         try:
             return self._socket.recv_into(view)
         except BlockingIOError:
+            came = False
             return -1
         except OSError as error:
             self.loss = error.with_traceback(None)
             return 0
         finally:
             if not (seen or self.crowd):
-                self._lookout.came()
+                self._lookout.ended(came)
 
     def set_receive_timeout(self, seconds: float | None) -> None:
         set_receive_timeout(self._socket, seconds)

@@ -74,6 +74,8 @@ class Bytes:
         view[: len(chunk)] = chunk
         return len(chunk)
 
+    try_recv_into = recv_into
+
     def set_receive_timeout(self, seconds: float | None) -> None:
         pass
 

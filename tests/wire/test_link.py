@@ -112,6 +112,16 @@ def test_what_is_here_is_taken_up_and_nothing_is_waited_for(kind: str) -> None:
         b.take_up()
 
 
+def test_what_is_taken_up_in_passing_says_nothing_of_how_long_waits_take() -> None:
+    a, b = links()
+    assert isinstance(b.stream, PlainStream)
+    b.stream.awaited = 7
+    b.stream._lookout._expected[7] = 0.03
+    a.send(Kind.POST, 0, b"meta")
+    assert b.take_up() is not None
+    assert b.stream._lookout._expected == {7: 0.03}
+
+
 def test_a_note_of_a_message_with_very_many_tensors_arrives() -> None:
     a, b = links()
     note = bytes(range(256)) * 300

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -222,6 +224,42 @@ def test_a_timeout_is_no_end(pair: Pair) -> None:
     there.set_receive_timeout(None)
     assert there.recv_into(view) == 4
     assert bytes(view[:4]) == b"late"
+
+
+def when_received(stream: Stream, view: memoryview) -> int:
+    """What comes of reads that wait for nothing, once it is not that there are no bytes."""
+    until = time.monotonic() + WAIT
+    while (count := stream.try_recv_into(view)) < 0 and time.monotonic() < until:
+        time.sleep(0.001)
+    return count
+
+
+def test_bytes_that_are_here_can_be_read_without_waiting(pair: Pair) -> None:
+    here, there = pair
+    there.set_receive_timeout(None)
+    view = memoryview(bytearray(9))
+    assert there.try_recv_into(view) == -1
+    send_all(here, [b"soon"])
+    assert when_received(there, view) == 4
+    assert bytes(view[:4]) == b"soon"
+    assert there.try_recv_into(view) == -1
+    here.close()
+    assert when_received(there, view) == 0
+
+
+def test_half_of_a_record_is_not_waited_for() -> None:
+    sockets = tcp_sockets()
+    here, there = tls(sockets)
+    there.set_receive_timeout(None)
+    assert isinstance(here, TlsStream)
+    record = here._encrypt(memoryview(b"in two halves"))
+    view = memoryview(bytearray(99))
+    sockets[0].sendall(record[:9])
+    assert select.select([there], [], [], WAIT)[0]
+    assert there.try_recv_into(view) == -1
+    sockets[0].sendall(record[9:])
+    assert when_received(there, view) == 13
+    assert bytes(view[:13]) == b"in two halves"
 
 
 def test_a_closed_peer_is_the_end_for_both_directions(pair: Pair) -> None:

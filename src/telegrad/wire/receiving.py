@@ -37,7 +37,6 @@ from telegrad.wire.lane import are_large, inline_bytes, is_split
 from telegrad.wire.outbox import Outbox
 from telegrad.wire.primitives import ByteBuffer
 from telegrad.wire.session import SessionError
-from telegrad.wire.stream import is_readable
 from telegrad.wire.warm import warm
 
 ACK_FRAMES = 256
@@ -111,8 +110,8 @@ class Receiving(Outbox):
 
     def take_up(self) -> Frame | None:
         """As `receive`, but of what is here: None if that is no whole frame."""
-        self._patience = 0.0
         try:
+            self._patience = 0.0
             return self.receive()
         finally:
             self._patience = CARRIED_TIMEOUT
@@ -177,10 +176,9 @@ class Receiving(Outbox):
         """Bytes read, 0 if the receive timeout passed."""
         if self.broken or self.closed:
             raise LinkBroken("the connection broke")
-        if not self._patience and not is_readable(self.stream):
-            return 0
+        stream = self.stream
         try:
-            count = self.stream.recv_into(target)
+            count = stream.recv_into(target) if self._patience else stream.try_recv_into(target)
         except OSError as error:
             self.mark_broken()
             raise LinkBroken(f"the connection broke: {error}") from None

@@ -58,6 +58,9 @@ class Stream(Protocol):
     def recv_into(self, view: memoryview) -> int:
         """Wait for bytes and read some; 0 when the stream has ended, -1 after the timeout."""
 
+    def try_recv_into(self, view: memoryview) -> int:
+        """As `recv_into`, but wait for nothing: -1 if there are no bytes."""
+
     def set_receive_timeout(self, seconds: float | None) -> None:
         """How long `recv_into` may wait; None for ever."""
 
@@ -110,6 +113,15 @@ class PlainStream:
         finally:
             if not (seen or self.crowd):
                 self._lookout.ended(came)
+
+    def try_recv_into(self, view: memoryview) -> int:
+        try:
+            return self._socket.recv_into(view, 0, DO_NOT_WAIT)
+        except BlockingIOError:
+            return -1
+        except OSError as error:
+            self.loss = error.with_traceback(None)
+            return 0
 
     def set_receive_timeout(self, seconds: float | None) -> None:
         set_receive_timeout(self._socket, seconds)
@@ -165,15 +177,6 @@ def wait_writable(sock: socket.socket, timeout: float | None) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLOUT)
     return bool(poll.poll(None if timeout is None else timeout * 1000))
-
-
-def is_readable(stream: Stream) -> bool:
-    """Whether a read would not have to wait."""
-    if stream.pending():
-        return True
-    poll = select.poll()
-    poll.register(stream.fileno(), select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def unheard(sock: socket.socket) -> float:

@@ -87,12 +87,19 @@ class TlsStream:
         self._buffer = memoryview(bytearray(_READ_BYTES))
 
     def recv_into(self, view: memoryview) -> int:
+        return self._recv_into(view, 0)
+
+    def try_recv_into(self, view: memoryview) -> int:
+        # Bytes that came may be a part of a record, which nobody can decrypt yet.
+        return self._recv_into(view, DO_NOT_WAIT)
+
+    def _recv_into(self, view: memoryview, flags: int) -> int:
         try:
             while True:
                 count = self._decrypt(view)
                 if count:
                     return count
-                size = self._socket.recv_into(self._buffer)
+                size = self._socket.recv_into(self._buffer, 0, flags)
                 if size == 0:
                     return 0
                 with self._openssl:

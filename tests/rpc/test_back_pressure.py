@@ -14,6 +14,7 @@ import torch
 from telegrad import rpc
 from telegrad.rpc import cargo, outgoing
 from telegrad.rpc.current import current_node
+from telegrad.wire.frames import Frame, Kind
 from tests.rpc import functions
 from tests.rpc.fleet import Job
 from tests.rpc.inside import agent, call, references, when_settled
@@ -149,6 +150,29 @@ def kept_after_posts(to: str, count: int, size: int) -> tuple[int, int]:
             time.sleep(0.01)  # A pace that the other keeps up with.
     assert link._arena is not None
     return kept, link._arena.use.high_water
+
+
+def replies_read_by_a_post(to: str) -> int:
+    """How many of those that come without a pause."""
+    node, worker = current_node(), rpc.get_worker_info(to).id
+    node.post(worker, "test", None)
+    link = agent()._outgoing[worker].link
+    read = 0
+
+    def take_up() -> Frame | None:
+        nonlocal read
+        read += 1
+        return Frame(Kind.REPLY, 0, b"", b"", []) if read < 1000 else None
+
+    link.take_up = take_up
+    node.post(worker, "test", torch.ones(2))
+    return read
+
+
+def test_who_posts_is_not_held_up_by_the_replies_of_others(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    job["b"].do(hear_posts)
+    assert job["a"].do(replies_read_by_a_post, "b") == 1
 
 
 @pytest.mark.parametrize(("count", "size"), [(2000, 8), (1000, 1 << 17)])

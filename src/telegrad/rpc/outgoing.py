@@ -342,8 +342,10 @@ class Outgoing:
         try:
             if self._reading or not self._begin_to_read():
                 return
-            while self._take_one(self.link, waits=False) is not None:
-                pass
+            # Not all that comes: the replies of others may come without a pause.
+            self._take_one(self.link, waits=False)
+            while self.link.has_frame():
+                self._take_one(self.link, waits=False)
         except LinkBroken:
             broken = True
         finally:

@@ -34,6 +34,38 @@ def outgoing_to(to: str) -> Outgoing:
     return found
 
 
+# What a wait is for.
+
+
+class Takes:
+    """Time, or next to none."""
+
+    def long(self) -> None:
+        time.sleep(0.015)
+
+    def little(self) -> None:
+        pass
+
+
+def expected_by_kind(to: str) -> dict[str, float]:
+    """How long waits for methods are expected to take, after some, and replies read for others."""
+    outgoing = outgoing_to(to)
+    takes = rpc.remote(to, Takes)
+    for _ in range(20):
+        takes.rpc_sync().long()
+        takes.rpc_sync().little()
+    rpc.rpc_async(to, functions.nothing).add_done_callback(lambda _: None)
+    time.sleep(0.3)
+    stream: Any = outgoing.link.stream
+    return {name: stream._lookout._expected[hash(name)] for name in ("long", "little")}
+
+
+def test_waits_for_different_methods_are_told_apart(make_job: MakeJob) -> None:
+    job = make_job("a", "b")
+    expected = job["a"].do(expected_by_kind, "b")
+    assert expected["little"] < 0.01 < expected["long"]
+
+
 # Replies for others that come without a pause.
 
 

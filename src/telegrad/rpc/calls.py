@@ -174,6 +174,26 @@ def describe_target(target: object) -> str:
     return f"{module}.{name}" if module else name
 
 
+class Method:
+    """What a call of an owner's method is called in errors; keeps its reference alive meanwhile."""
+
+    __slots__ = ("method", "rref")
+    __module__ = ""
+
+    def __init__(self, rref: object, method: str) -> None:
+        self.rref = rref
+        self.method = method
+
+    @property
+    def __name__(self) -> str:
+        return f"method {self.method!r} of {self.rref!r}"
+
+
+def kind_of(target: object) -> int:
+    """A number by which waits for calls are told apart. A method is another object each time."""
+    return hash(target.method) if type(target) is Method else id(target)
+
+
 class Calls:
     """The table of calls that this worker made and that are not settled."""
 

@@ -33,7 +33,7 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING
 
-from telegrad.rpc.calls import Pending
+from telegrad.rpc.calls import Pending, kind_of
 from telegrad.rpc.cargo import LIGHT, Cargo, weigh
 from telegrad.rpc.members import Member
 from telegrad.rpc.watch import ENDED, READABLE
@@ -205,7 +205,7 @@ class Outgoing:
         try:
             if self._armed:
                 self._disarm()
-            link.stream.awaited = id(pending.target)
+            link.stream.awaited = kind_of(pending.target)
             while not pending.done:
                 if self._served and not link.has_frame():
                     self._wake_next()
@@ -393,6 +393,7 @@ class Outgoing:
             if self.gone or not self._begin_to_read():
                 return
             self._disarm()
+            self.link.stream.awaited = 0
             frame = None
             try:
                 while not self.gone:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch.compiler import is_dynamo_compiling
 
 from telegrad.rpc.arguments import check_bound
-from telegrad.rpc.calls import Pending, without_frames
+from telegrad.rpc.calls import Method, Pending, without_frames
 from telegrad.rpc.current import current_node, not_initialized
 from telegrad.rpc.errors import (
     CallTimeout,
@@ -337,21 +337,6 @@ class Proxy:
             return invoke(rref, timeout, name, args, kwargs)
 
         return method
-
-
-class Method:
-    """What a call of an owner's method is called in errors; keeps its reference alive meanwhile."""
-
-    __slots__ = ("method", "rref")
-    __module__ = ""
-
-    def __init__(self, rref: RRef[Any], method: str) -> None:
-        self.rref = rref
-        self.method = method
-
-    @property
-    def __name__(self) -> str:
-        return f"method {self.method!r} of {self.rref!r}"
 
 
 def begin_fetch(rref: RRef[Any], timeout: float | None) -> Pending:

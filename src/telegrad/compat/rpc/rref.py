@@ -11,12 +11,12 @@ from torch.compiler import is_dynamo_compiling
 
 from telegrad.compat.rpc.calls import OwnersMethod, Udf, ValueUdf
 from telegrad.compat.rpc.constants import UNSET_RPC_TIMEOUT
-from telegrad.rpc.calls import Pending
+from telegrad.rpc.calls import Method, Pending
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.node import Node
 from telegrad.rpc.passage import Passage
 from telegrad.rpc.reference_messages import ForkId, ReferenceId, Transfer
-from telegrad.rpc.rref import Method, Proxy, call_method, remote_reference
+from telegrad.rpc.rref import Proxy, call_method, remote_reference
 from telegrad.rpc.rref import RRef as NativeRRef
 from telegrad.rpc.worker import WorkerInfo
 from telegrad.wire.codec import extend

@@ -54,8 +54,9 @@ def expected_by_kind(to: str) -> dict[str, float]:
     for _ in range(20):
         takes.rpc_sync().long()
         takes.rpc_sync().little()
-    rpc.rpc_async(to, functions.nothing).add_done_callback(lambda _: None)
-    time.sleep(0.3)
+    later = [rpc.rpc_async(to, time.sleep, args=(seconds,)) for seconds in (0.0, 0.2)]
+    time.sleep(0.4)  # Nobody waits for them meanwhile.
+    assert all(each.done() for each in later)
     stream: Any = outgoing.link.stream
     return {name: stream._lookout._expected[hash(name)] for name in ("long", "little")}
 

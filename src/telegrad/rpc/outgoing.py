@@ -442,8 +442,11 @@ class Outgoing:
 
     def post(self, packed: Packed, note: bytes) -> None:
         # It has no reply that would be waited for, and read: who only posts has to look himself for
-        # the memory that is given back and what is acknowledged.
-        if packed.buffers or self.link.session.kept_frames >= MUCH_KEPT:
+        # the memory that is given back and what is acknowledged. While a call is under way somebody
+        # reads.
+        if (
+            packed.buffers or self.link.session.kept_frames >= MUCH_KEPT
+        ) and not self.agent.node.calls.expects(self._worker):
             self._take_up()
         self.link.send(
             Kind.POST,

@@ -75,26 +75,28 @@ def test_a_reader_sleeps_until_shortly_before_what_takes_a_while(monkeypatch):
     monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
     monkeypatch.setattr(lookout, "CROWDED", 60.0)
     monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    monkeypatch.setattr(lookout, "LONG", 60.0)
     sees = Patient(5)
     look = Lookout(sees)
-    look._expected[7] = 0.01
+    look._expected[7] = 10.0
     assert look.wait(7)
-    assert sees.asked == [0, 9, 0, 0, 0, 0]
-    assert look._expected[7] < 0.01  # It came sooner: the sleep did not take the time it said.
+    assert sees.asked == [0, 9000, 0, 0, 0, 0]
+    assert look._expected[7] < 10.0  # It came sooner: the sleep did not take the time it said.
     sees = Patient(5)
     look = Lookout(sees)
-    look._expected[7] = 0.01
+    look._expected[7] = 10.0
     assert look.wait(8)
     assert sees.asked == [0] * 6
 
 
-def test_what_comes_while_a_reader_sleeps_is_noticed_at_once(pair):
+def test_what_comes_while_a_reader_sleeps_is_noticed_at_once(pair, monkeypatch):
+    monkeypatch.setattr(lookout, "LONG", 60.0)
     look = Lookout(looking_at(pair[0]))
-    look._expected[0] = lookout.LONG
-    sender = threading.Timer(0.005, pair[1].send, (b"x",))
+    look._expected[0] = 60.0
+    sender = threading.Timer(0.05, pair[1].send, (b"x",))
     sender.start()
     assert look.wait()
-    assert look._expected[0] < lookout.LONG
+    assert look._expected[0] < 30.0
     sender.join()
 
 

@@ -59,8 +59,7 @@ class Hub(Callee):
 
     def await_rest(self) -> None:
         """Until nobody leads and nobody hosts."""
-        assert when_settled(lambda: not self.threads._busy)
-        assert not self.lobby._hosted
+        assert when_settled(lambda: not self.threads._busy and not self.lobby._hosted)
 
     def close(self) -> None:
         for incoming, caller in zip(self.links, self.callers, strict=True):
@@ -146,7 +145,7 @@ def test_bytes_that_a_host_does_not_see_before_it_leaves_are_noticed(
     monkeypatch.setattr(Lookout, "_resting_until", math.inf)
     monkeypatch.setattr(hub.lobby, "_sleep", leave_too_soon)
     hub.threads.run(hub.lobby.host)
-    assert sent.wait(10)
+    assert sent.wait(30)
     assert hub.has_served(2)
 
 
@@ -175,7 +174,7 @@ def test_a_handler_that_waits_leaves_its_link_to_the_lobby(hub: Hub) -> None:
     def serve(frame: Frame) -> None:
         if frame.call_id == 1:
             hub.incoming.about_to_block(hub.local.token)
-            assert second.wait(10)
+            assert second.wait(30)
         else:
             second.set()
 
@@ -185,8 +184,8 @@ def test_a_handler_that_waits_leaves_its_link_to_the_lobby(hub: Hub) -> None:
     assert when_settled(lambda: len(hub.begun) == 1)
     hub.caller.send(Kind.POST, 2)
     assert hub.has_served(2)
-    assert hub.served == [2, 1]
-    assert hub.incoming._aside.count == 0
+    assert sorted(hub.served) == [1, 2]  # The first waits for the second, and may end first.
+    assert when_settled(lambda: hub.incoming._aside.count == 0)
 
 
 def test_who_is_given_a_link_too_late_does_not_read_while_it_is_mended(hub: Hub) -> None:
@@ -196,13 +195,13 @@ def test_who_is_given_a_link_too_late_does_not_read_while_it_is_mended(hub: Hub)
     def serve(frame: Frame) -> None:
         if frame.call_id == 1:
             begun.set()
-            assert go_on.wait(10)
+            assert go_on.wait(30)
 
     hub.serve = serve
     for number in (1, 2, 3):
         hub.caller.send(Kind.POST, number, later=number < 3)
     hub.incoming.start()
-    assert begun.wait(10)
+    assert begun.wait(30)
     hub.incoming.await_silence()
     hub.incoming.lead()
     assert hub.served == []
@@ -304,7 +303,7 @@ def test_a_link_for_which_the_lobby_has_no_room_is_read_all_the_same(hub: Hub) -
     def serve(frame: Frame) -> None:
         if frame.call_id == 2:
             hub.links[frame.meta[0]].about_to_block(hub.local.token)
-            assert waits.wait(10)
+            assert waits.wait(30)
 
     hub.serve = serve
     hub.incoming.start()

@@ -823,8 +823,8 @@ def test_a_pass_that_took_too_long_does_not_step_after_it_was_given_up() -> None
     module = RemoteModule("worker1", Waits)
     optimizer = DistributedOptimizer(optim.SGD, module, lr=0.1)
     rpc.rpc_sync("worker1", close_gate)
-    with pytest.raises(StepFailed, match=r"did not end in 0\.3 s") as info:
-        step_summed(module, optimizer, timeout=0.3)
+    with pytest.raises(StepFailed, match=r"did not end in 3 s") as info:
+        step_summed(module, optimizer, timeout=3)
     assert isinstance(info.value.__cause__, rpc.CallTimeout)
     module.load_state_dict({"weight": torch.full((3,), 5.0)})
     optimizer.load_state_dict(optimizer.state_dict())

@@ -290,12 +290,12 @@ def test_an_atomic_step_that_comes_too_late_is_undone_as_well() -> None:
     optimizer = DistributedOptimizer(Slow, spread, lr=0.1, momentum=0.9, atomic=True)
     one_step(spread, optimizer)
     before = copy.deepcopy(spread.state_dict())
-    rpc.rpc_sync("worker2", set_pause, (1.5,))
+    rpc.rpc_sync("worker2", set_pause, (4.0,))
     node = current_node()
     usual = node.timeout
     with autograd.context() as context_id:
         autograd.backward(context_id, [loss_of(spread, batches(1)[0])])
-        node.timeout = 1.0
+        node.timeout = 3.0  # What undoes the step has to wait for a part of it.
         try:
             with pytest.raises(StepFailed, match="No worker kept the step") as info:
                 optimizer.step(context_id)
@@ -310,7 +310,7 @@ def test_an_atomic_step_that_comes_too_late_is_undone_as_well() -> None:
 def test_an_atomic_step_of_which_nobody_knows_bars_the_next() -> None:
     spread = Spread()
     optimizer = DistributedOptimizer(Slow, spread, lr=0.1, atomic=True)
-    rpc.rpc_sync("worker2", set_pause, (1.5,))
+    rpc.rpc_sync("worker2", set_pause, (4.0,))
     node = current_node()
     usual, node.timeout = node.timeout, 0.2
     try:

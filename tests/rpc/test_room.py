@@ -132,7 +132,7 @@ def test_a_worker_that_cannot_let_anyone_in_says_so_when_it_has_been_so_for_long
     job = make_job("a", "b", "c", liveness=0.5)
     job["b"].do(take_all_room)
     asking = [job[name].begin(time_to_be_refused, "b") for name in "ac"]
-    assert all(each.result(20) < 8 for each in asking)
+    assert all(each.result(60) < 30 for each in asking)
 
 
 def test_shared_memory_that_found_no_room_is_not_taken_for_none() -> None:
@@ -202,7 +202,7 @@ def test_who_shares_no_memory_takes_none() -> None:
     theirs.sendall(_MEMORY)
     before = descriptors()
     assert _share_memory(ours, 0)[:2] == (None, None)
-    assert descriptors() == before
+    assert descriptors() <= before  # What other tests left may be collected meanwhile.
     assert theirs.recv(2) == 2 * _NO_MEMORY
     ours.close()
     theirs.close()

@@ -204,7 +204,7 @@ def kill(companion: Companion) -> None:
     """Until the kernel says that it has ended."""
     with open(os.pidfd_open(companion.pid), "rb") as process:
         os.kill(companion.pid, signal.SIGKILL)
-        assert select.select([process], [], [], 10)[0]
+        assert select.select([process], [], [], 30)[0]
 
 
 def test_a_companion_that_was_killed_has_a_successor_at_the_same_address() -> None:
@@ -239,7 +239,7 @@ def test_a_companion_that_was_dismissed_has_no_successor() -> None:
     assert not companion.has_ended
     companion.revive()
     assert companion.pid == last
-    assert descriptors() == before
+    assert descriptors() <= before  # What other tests left may be collected meanwhile.
 
 
 def test_a_companion_for_which_there_is_no_process_is_started_when_there_is_one(
@@ -311,7 +311,7 @@ def test_a_companion_tells_that_its_worker_is_stopped_and_ends_with_it() -> None
     if descriptor is not None:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        assert poll.poll(10_000), "the companion outlived its worker"
+        assert poll.poll(30_000), "the companion outlived its worker"
         os.close(descriptor)
 
 
@@ -322,7 +322,7 @@ def test_who_listens_while_its_worker_leaves_comes_to_an_end() -> None:
     listening = threading.Thread(target=heartbeat._listen, daemon=True)
     asking.close()
     listening.start()
-    listening.join(10)
+    listening.join(30)
     assert not listening.is_alive()
 
 

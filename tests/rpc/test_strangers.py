@@ -85,6 +85,7 @@ def test_garbage_is_answered_by_nothing_that_a_stranger_can_use(
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_many_silent_strangers_hold_up_no_call(make_job: MakeJob, options: dict[str, Any]) -> None:
     job = make_job("a", "b", "c", **options)
+    job["b"].do(lose_patience_after, 1000.0)
     [address] = job["b"].do(addresses)
     strangers = [visit(address) for _ in range(100)]
     try:
@@ -93,7 +94,7 @@ def test_many_silent_strangers_hold_up_no_call(make_job: MakeJob, options: dict[
             assert job["a"].do(call, "b", functions.echo, n) == n
         x = torch.ones(500_000)
         assert torch.equal(job["c"].do(call, "b", functions.echo, x), x)
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 60
     finally:
         for stranger in strangers:
             stranger.close()
@@ -135,7 +136,7 @@ def test_a_stranger_that_drips_is_dropped(make_job: MakeJob) -> None:
                 continue
             except ConnectionError:
                 break
-        assert time.monotonic() - started < 6
+        assert time.monotonic() - started < 12
     assert job["a"].do(call, "b", functions.who_am_i) == "b"
 
 

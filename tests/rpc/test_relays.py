@@ -499,7 +499,7 @@ def run_in_threads(owners: list[str], times: int) -> bool:
 def test_relays_of_many_threads_and_workers_at_once(four: Job) -> None:
     ways = {"a": ["b", "c", "d"], "b": ["c", "a"], "c": ["a", "b", "a"], "d": ["a", "a"]}
     running = [four[name].begin(run_in_threads, owners, 60) for name, owners in ways.items()]
-    assert all(each.result(40) for each in running)
+    assert all(each.result(60) for each in running)
 
 
 def test_a_relay_of_too_many_stages_is_refused_in_words(four: Job) -> None:
@@ -561,7 +561,7 @@ def test_a_worker_that_is_killed_while_its_stage_runs(make_job: MakeJob, victim:
     helper = next(name for name in "bcd" if name != victim)
     job[helper].do(call, victim, functions.wait_event, "begun")
     job[victim].kill()
-    kind, words, _ = failing.result(20)
+    kind, words, _ = failing.result(60)
     assert kind == "WorkerLost"
     assert f"Worker {victim!r} is gone" in words
     del job.processes[victim]
@@ -599,7 +599,7 @@ def test_the_loss_of_a_stage_that_the_driver_never_met_is_noticed(make_job: Make
     failing = job["a"].begin(raised_by, stages, "waits", torch.tensor([names.index("c")]))
     job["d"].do(call, "c", functions.wait_event, "begun")
     job["c"].kill()
-    assert "Worker 'c' is gone" in failing.result(20)
+    assert "Worker 'c' is gone" in failing.result(60)
     del job.processes["c"]
     check_left(job)
     job.close()
@@ -697,7 +697,7 @@ def test_where_data_only_is_taken_nothing_of_relays_is_kept(make_job: MakeJob) -
     for driver in known.values():
         job["a"].do(lie_about, "b", driver, known["b"])
         assert "takes data only" in job["a"].do(expect, "b", driver, known["b"])
-    assert job["b"].do(kept) == 0
+    assert job["b"].do(nothing_is_kept)
     assert job["b"].do(remembered) == 0
 
 
@@ -715,7 +715,7 @@ def test_what_is_not_so_is_not_kept(make_job: MakeJob) -> None:
     words = job["a"].do(expect, "b", known["c"], known["b"])
     assert "expected by its driver only" in words
     assert "expected by its driver only" in job["a"].do(expect, "b", known["a"], known["c"])
-    assert job["b"].do(kept) == 0
+    assert job["b"].do(nothing_is_kept)
 
 
 def remember_many() -> int:

@@ -138,7 +138,7 @@ def test_an_error_in_main_tells_which_worker_was_lost_before() -> None:
         pid = conducts.facts(1)["pid"]
         assert isinstance(pid, int)
         os.kill(pid, signal.SIGKILL)
-        wait_until_gone([pid], 10.0)
+        wait_until_gone([pid], 30.0)
         raise ConnectionError("worker1 does not answer")
 
     with pytest.raises(ConnectionError) as caught:
@@ -242,8 +242,8 @@ def test_interrupt_ends_main_and_workers(start_script: StartScript) -> None:
     pids = read_pids(script)
     assert len(pids) == 3
     script.send_signal(signal.SIGINT)
-    wait_until_gone(pids[1:], 10.0)
-    _, err = script.communicate(timeout=10)
+    wait_until_gone(pids[1:], 30.0)
+    _, err = script.communicate(timeout=30)
     assert script.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in err
 
@@ -257,15 +257,15 @@ def test_workers_end_when_the_caller_is_killed(
     servers = _children_of(pids[0])
     assert len(servers) == 1
     script.send_signal(number)
-    script.communicate(timeout=10)
-    wait_until_gone([*pids[1:], *servers], 10.0)
+    script.communicate(timeout=30)
+    wait_until_gone([*pids[1:], *servers], 30.0)
 
 
 def test_workers_end_when_the_fork_server_is_killed(start_script: StartScript) -> None:
     script = start_script(body="time.sleep(600)")
     pids = read_pids(script)
     os.kill(_children_of(pids[0])[0], signal.SIGKILL)
-    wait_until_gone(pids[1:], 10.0)
+    wait_until_gone(pids[1:], 30.0)
 
 
 def test_a_script_that_starts_threads_when_imported_still_gets_workers(
@@ -317,7 +317,7 @@ def test_workers_end_with_the_caller_though_a_process_that_it_forked_goes_on(
     try:
         servers = [pid for pid in servers if pid not in child]
         script.kill()
-        wait_until_gone([*pids[1:], *servers], 10.0)
+        wait_until_gone([*pids[1:], *servers], 30.0)
     finally:
         os.kill(child[0], signal.SIGKILL)
 

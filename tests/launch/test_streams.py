@@ -110,8 +110,8 @@ def test_all_end_with_a_caller_that_is_killed_while_nobody_reads_standard_error(
         fill(writing)
         os.set_blocking(writing, True)
         script.send_signal(number)
-        script.wait(10)
-        wait_until_gone(pids[1:], 10.0)
+        script.wait(30)
+        wait_until_gone(pids[1:], 30.0)
     finally:
         script.kill()
         script.wait()
@@ -133,7 +133,7 @@ def test_no_line_is_lost_on_a_standard_error_that_does_not_block_and_is_read_lat
         os.close(writing)
         with open(reading, "rb") as file:
             text = file.read()
-        assert script.wait(30) == 0
+        assert script.wait(60) == 0
         assert text.count(b"[worker1] line ") == 5000
     finally:
         script.kill()

@@ -145,7 +145,7 @@ class Process:
     def do(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         future = self.begin(work, *args, **kwargs)
         try:
-            return future.result(40)
+            return future.result(60)
         except KeyboardInterrupt as error:
             if not future.done():
                 raise
@@ -171,9 +171,9 @@ class Process:
     def _wait_until_stopped(self) -> None:
         """The kernel stops one thread after the other: those that still run go on answering."""
         threads = Path(f"/proc/{self.pid}/task")
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while any(state_of(thread) not in "TtZX" for thread in threads.iterdir()):
-            assert time.monotonic() < until, f"process {self.pid} has not stopped within 10 s"
+            assert time.monotonic() < until, f"process {self.pid} has not stopped within 30 s"
             time.sleep(0.001)
 
     def kill(self) -> None:
@@ -186,8 +186,8 @@ class Process:
             self.signal(signal.SIGKILL)
         end = select.poll()
         end.register(self._descriptor, select.POLLIN)
-        end.poll(10_000)
-        self._reader.join(10)
+        end.poll(30_000)
+        self._reader.join(30)
 
     def end(self) -> str:
         """Let it go when it has done all; what it wrote to standard error."""
@@ -195,8 +195,8 @@ class Process:
             descriptor = os.dup(self._commands.fileno())
             with socket.socket(fileno=descriptor) as channel:
                 channel.shutdown(socket.SHUT_WR)
-        self._reader.join(20)
-        self._stderr.join(20)
+        self._reader.join(30)
+        self._stderr.join(30)
         return self.errors
 
     def _read_answers(self) -> None:
@@ -258,7 +258,7 @@ class Job:
         leaving = [process.begin(rpc.shutdown) for process in self.processes.values()]
         for each in leaving:
             with contextlib.suppress(ConnectionError):
-                each.result(30)
+                each.result(60)
         for process in self.processes.values():
             process.end()
 

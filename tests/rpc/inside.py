@@ -56,7 +56,7 @@ def open_files() -> list[str]:
     return sorted(files)
 
 
-def when_settled(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def when_settled(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     """Whether it is so once. A second look could see something else: descriptors come and go."""
     until = time.monotonic() + seconds
     while not condition():

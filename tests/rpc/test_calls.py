@@ -332,7 +332,7 @@ def test_a_call_that_finds_no_room_ends_at_its_deadline(few_in_flight: int) -> N
     started = time.monotonic()
     with pytest.raises(rpc.CallTimeout):
         rpc.rpc_sync("worker1", functions.nothing, timeout=0.3)
-    assert 0.3 <= time.monotonic() - started < 3
+    assert 0.3 <= time.monotonic() - started < 20
     rpc.rpc_sync("worker2", rpc.rpc_sync, args=("worker1", functions.set_event, ("much later",)))
     assert [future.wait() for future in hung] == ["much later"] * few_in_flight
 
@@ -353,7 +353,7 @@ def test_a_call_ends_at_its_deadline_and_says_which() -> None:
     started = time.monotonic()
     with pytest.raises(rpc.CallTimeout, match=r"(?s)200 milliseconds.*wait_event.*'worker1'"):
         rpc.rpc_sync("worker1", functions.wait_event, args=("t1",), timeout=0.2)
-    assert 0.2 <= time.monotonic() - started < 2
+    assert 0.2 <= time.monotonic() - started < 20
     rpc.rpc_sync("worker1", functions.set_event, args=("t1",))
 
 
@@ -368,7 +368,7 @@ def test_futures_end_at_their_deadlines_although_nobody_waits() -> None:
     ended = threading.Event()
     future = rpc.rpc_async("worker1", functions.wait_event, args=("t3",), timeout=0.1)
     future.add_done_callback(lambda _: ended.set())
-    assert ended.wait(5)
+    assert ended.wait(30)
     with pytest.raises(rpc.CallTimeout):
         future.wait()
     rpc.rpc_sync("worker1", functions.set_event, args=("t3",))
@@ -385,7 +385,7 @@ def test_deadlines_hold_whichever_thread_reads() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         late = list(pool.map(wait_for, [0.4, 0.1, 0.3, 0.2, 0.15, 0.25, 0.35, 0.05]))
-    assert all(0 <= seconds < 1.0 for seconds in late), late
+    assert all(0 <= seconds < 5.0 for seconds in late), late
     rpc.rpc_sync("worker1", functions.set_event, args=("t4",))
 
 

@@ -46,7 +46,7 @@ def service() -> Autograd:
 
 
 def wait_until(job: Job, name: str, holds: Callable[[], Any], what: Any) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 40
     while (now := job[name].do(holds)) != what:
         assert time.monotonic() < until, f"{name} has {now}, not {what}"
 

@@ -131,7 +131,7 @@ def held() -> tuple[int, ...]:
 
 
 def settles(process: Process, work: Callable[[], object], wanted: object) -> bool:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 40
     while process.do(work) != wanted and time.monotonic() < until:
         time.sleep(0.02)
     return bool(process.do(work) == wanted)
@@ -267,15 +267,15 @@ def wait_too_long(to: str) -> float:
     """Seconds after which an alarm ends a call."""
     started = time.monotonic()
     with pytest.raises(Late), alarm_in(0.05):
-        rpc.rpc_sync(to, time.sleep, args=(5,))
+        rpc.rpc_sync(to, time.sleep, args=(60,))
     return time.monotonic() - started
 
 
 def test_an_alarm_ends_a_wait_soon(make_job: MakeJob) -> None:
     job = make_job("a", "b")
     job["a"].do(rpc.rpc_sync, "b", functions.nothing)
-    assert job["a"].do(wait_too_long, "b") < 2
-    assert job["a"].do(wait_too_long, "a") < 2
+    assert job["a"].do(wait_too_long, "b") < 20
+    assert job["a"].do(wait_too_long, "a") < 20
     assert job["a"].do(rpc.rpc_sync, "b", functions.who_am_i) == "b"
 
 
@@ -292,11 +292,11 @@ def send_to_one_who_does_not_read(to: str) -> float:
 
 
 def test_an_alarm_ends_a_write_that_does_not_get_on_and_loses_nothing(make_job: MakeJob) -> None:
-    job = make_job("a", "b")
+    job = make_job("a", "b", liveness=60.0)
     job["a"].do(rpc.rpc_sync, "b", functions.nothing)
     job["b"].signal(signal.SIGSTOP)
     try:
-        assert job["a"].do(send_to_one_who_does_not_read, "b") < 3
+        assert job["a"].do(send_to_one_who_does_not_read, "b") < 20
     finally:
         job["b"].signal(signal.SIGCONT)
     assert job["a"].do(rpc.rpc_sync, "b", functions.who_am_i) == "b"
@@ -319,7 +319,7 @@ def hears_of_signals(count: int) -> tuple[int, int]:
         interrupts._is_shielded = lambda frame: True  # type: ignore[assignment]
         signal.raise_signal(signal.SIGUSR2)
         interrupts._is_shielded = is_shielded  # type: ignore[assignment]
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while len(handled) < number and time.monotonic() < until:
             pass
     signal.set_wakeup_fd(-1)

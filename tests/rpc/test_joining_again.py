@@ -220,7 +220,7 @@ def test_the_time_to_join_holds_for_a_store_that_would_wait_longer(start: Start)
     started = time.monotonic()
     with pytest.raises(rpc.RendezvousError, match=r"waited 0\.5 s"):
         process.do(join, "a", 0, 2, store.port, join_timeout=0.5)
-    assert time.monotonic() - started < 10, "its store waits for 30 s"
+    assert time.monotonic() - started < 25, "its store waits for 30 s"
 
 
 def test_a_rank_of_an_open_job_that_failed_to_join_can_be_asked_for_again(start: Start) -> None:

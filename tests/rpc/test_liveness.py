@@ -23,7 +23,7 @@ from tests.rpc.inside import agent
 MakeJob = Callable[..., Job]
 
 SEED = 20261116
-MARGIN = 4.0
+MARGIN = 15.0
 """Seconds that a machine with much else to do may add."""
 
 
@@ -47,7 +47,7 @@ def test_a_stopped_worker_is_lost_within_the_liveness_time(make_job: MakeJob) ->
     job["a"].do(rpc.rpc_sync, "b", functions.nothing)
     waiting = job["a"].begin(call_and_time, "b")
     job["b"].signal(signal.SIGSTOP)
-    message, taken = waiting.result(20)
+    message, taken = waiting.result(40)
     assert taken < 1.0 + MARGIN
     assert "'b'" in message
     assert "stopped for 1 s" in message
@@ -76,16 +76,16 @@ def test_a_worker_that_computes_for_a_minute_in_c_is_not_lost(make_job: MakeJob)
 
 
 def test_a_killed_worker_is_lost_at_once_for_all_its_peers(make_job: MakeJob) -> None:
-    job = make_job("a", "b", "c")
+    job = make_job("a", "b", "c", liveness=60.0)
     for name in ("a", "c"):
         job[name].do(rpc.rpc_sync, "b", functions.nothing)
     waiting = [job[name].begin(call_and_time, "b") for name in ("a", "c")]
     job["b"].kill()
     killed = time.monotonic()
     for each in waiting:
-        message, _ = each.result(20)
+        message, _ = each.result(40)
         assert "'b'" in message
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < 25
     assert job["a"].do(rpc.rpc_sync, "c", functions.echo, ("still",)) == "still"
 
 
@@ -173,10 +173,10 @@ def test_workers_that_never_met_look_after_each_other_at_a_cost_that_does_not_gr
     assert job["a"].do(reads_of_one_look) <= UNMET_PER_LOOK < len(names) - 1
     job["h"].signal(signal.SIGSTOP)
     rest = [job[name].begin(lost_within, "h", 1.0 + MARGIN) for name in names[:-1]]
-    assert all(known.result(20) for known in rest)
+    assert all(known.result(40) for known in rest)
     job["g"].kill()
     rest = [job[name].begin(lost_within, "g", MARGIN) for name in names[:-2]]
-    assert all(known.result(20) for known in rest)
+    assert all(known.result(40) for known in rest)
 
 
 def test_a_process_that_ended_is_gone_though_its_parent_took_no_note() -> None:

@@ -123,7 +123,7 @@ def test_a_wait_is_interrupted_by_ctrl_c_and_calls_go_on(make_job: MakeJob) -> N
     waiting = job["a"].begin(interrupted_wait, "b")
     job["c"].do(call, "b", functions.wait_event, "interrupt me")
     job["a"].signal(signal.SIGINT)
-    assert waiting.result(10) == "b"
+    assert waiting.result(30) == "b"
 
 
 def interrupted_behind_a_reader(to: str) -> list[Any]:
@@ -143,7 +143,7 @@ def interrupted_behind_a_reader(to: str) -> list[Any]:
         with pytest.raises(KeyboardInterrupt):
             rpc.rpc_sync(to, functions.wait_event, args=("never",), timeout=0)
         rpc.rpc_async(to, functions.set_event, args=("reader",)).wait()
-        return [reader.result(20), rpc.rpc_sync(to, functions.who_am_i, timeout=10)]
+        return [reader.result(20), rpc.rpc_sync(to, functions.who_am_i, timeout=30)]
 
 
 def test_an_interrupted_wait_does_not_keep_others_from_their_replies(make_job: MakeJob) -> None:
@@ -158,12 +158,12 @@ def handle_by_a_call(to: str, beforehand: Callable[[], object] = lambda: None) -
 
     def let_it_come(number: int, frame: object) -> None:
         beforehand()
-        rpc.rpc_sync(to, functions.set_event, args=("handled",), timeout=5)
+        rpc.rpc_sync(to, functions.set_event, args=("handled",), timeout=20)
 
     before = signal.signal(signal.SIGALRM, let_it_come)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
-        came: str = rpc.rpc_sync(to, functions.wait_event, args=("handled",), timeout=20)
+        came: str = rpc.rpc_sync(to, functions.wait_event, args=("handled",), timeout=40)
         return came
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -56,7 +56,7 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 def receive(link: Link) -> Frame:
     """The next frame, in whatever pieces it comes."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while time.monotonic() < until:
         frame = link.receive()
         if frame is not None:
@@ -353,7 +353,7 @@ def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else
     part = bytearray(1000)
     b.stream.recv_into(memoryview(part))
     a.mark_broken()
-    sending.join(10)
+    sending.join(30)
     x.add_(1)
     with pytest.raises(SessionError, match="changed in place"):
         a.resume(streams()[0], 0)
@@ -369,7 +369,7 @@ def test_tensors_of_inference_mode_are_sent_as_they_were_when_they_were_sent() -
     sending.start()
     b.stream.recv_into(memoryview(bytearray(1000)))
     a.mark_broken()
-    sending.join(10)
+    sending.join(30)
     with torch.inference_mode():
         x.add_(1)
     reconnect(a, b)
@@ -540,7 +540,7 @@ def test_closing_frees_a_writer_that_waits_for_room() -> None:
     time.sleep(0.05)
     assert sending.is_alive()
     a.close()
-    sending.join(5)
+    sending.join(30)
     assert not sending.is_alive()
 
 
@@ -558,7 +558,7 @@ def test_a_send_returns_at_its_deadline_and_the_frame_arrives_as_it_was() -> Non
 
     with ThreadPoolExecutor(4) as pool:
         seconds = list(pool.map(send, range(4)))
-    assert all(0.2 < each < 3 for each in seconds), seconds
+    assert all(0.2 < each < 20 for each in seconds), seconds
     assert a.has_unwritten
     flushing = threading.Thread(target=a.flush)
     flushing.start()
@@ -681,7 +681,7 @@ class Slow:
     def try_send(self, parts: Any) -> int:
         sent = self._stream.try_send(parts)
         self.wrote.set()
-        self.go_on.wait(10)
+        self.go_on.wait(30)
         return sent
 
 
@@ -691,7 +691,7 @@ def test_who_drains_a_link_may_close_it_although_another_thread_writes() -> None
     a.stream = slow
     writing = threading.Thread(target=a.send, args=(Kind.REPLY, 1, b"last"))
     writing.start()
-    assert slow.wrote.wait(10)
+    assert slow.wrote.wait(30)
 
     def leave() -> None:
         a.send(Kind.LEAVING, 0)

@@ -8,9 +8,14 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Tests run beside each other and start processes of their own: one thread each is what is left.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes says more of what else the machine does than of what is tested.
+settings.register_profile("telegrad", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("telegrad")
 
 
 @pytest.fixture(scope="session", autouse=True)

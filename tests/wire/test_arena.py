@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.wire.arena import Arena, ArenaError, ArenaView, size_class
+from tests.rpc.inside import when_settled
 
 PAGE = mmap.PAGESIZE
 MB = 1 << 20
@@ -409,19 +410,20 @@ def test_two_processes_share_slots_and_return_them(freed: deque[int]) -> None:
         control.send(freed.pop())
     assert control.recv() == 0
     control.send(None)
-    sender.join(10)
+    sender.join(30)
     assert sender.exitcode == 0
 
 
 def test_a_killed_sender_leaves_its_tensors_valid_and_no_files(freed: deque[int]) -> None:
-    files_before, mapped_before = sorted(os.listdir("/dev/shm")), mapped_arenas()
+    files_before, mapped_before = set(os.listdir("/dev/shm")), mapped_arenas()
     sender, fd, control = start_sender([3 * MB])
     view = ArenaView(fd, freed.append)
     os.close(fd)
     array = view.array(control.recv(), 3 * MB)
     os.kill(sender.pid, signal.SIGKILL)
-    sender.join(10)
+    sender.join(30)
     assert (array == 1).all()
     del array, view
-    assert sorted(os.listdir("/dev/shm")) == files_before
+    # Those of other processes come and go.
+    assert when_settled(lambda: set(os.listdir("/dev/shm")) <= files_before)
     assert mapped_arenas() == mapped_before

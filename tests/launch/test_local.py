@@ -273,14 +273,14 @@ def test_a_script_that_starts_threads_when_imported_still_gets_workers(
 ) -> None:
     top = "import threading; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
     script = start_script(top=top)
-    out, err = script.communicate(timeout=60)
+    out, err = script.communicate(timeout=120)
     assert script.returncode == 0, err
     assert len(out.split()) == 3
 
 
 def test_a_script_without_guard_is_told_so(start_script: StartScript) -> None:
     script = start_script(guard="if True:")
-    _, err = script.communicate(timeout=60)
+    _, err = script.communicate(timeout=120)
     assert script.returncode == 1
     assert 'put the call under `if __name__ == "__main__":`' in err
     assert "frame #0" not in err, "torch must not tell its own story first"
@@ -301,7 +301,7 @@ def test_a_process_that_main_forks_ends_and_leaves_the_workers_alone(
     start_script: StartScript, end: str
 ) -> None:
     script = start_script(body=FORKS.strip().format(end=end))
-    out, err = script.communicate(timeout=60)
+    out, err = script.communicate(timeout=120)
     assert script.returncode == 0, err
     assert "workers are left" in out
 

@@ -312,7 +312,7 @@ def test_a_caller_waits_when_too_many_calls_are_in_flight(few_in_flight: int) ->
     assert len(begun) == few_in_flight
     # From another worker: a call from here would have to wait, too.
     rpc.rpc_sync("worker2", rpc.rpc_sync, args=("worker1", functions.set_event, ("room",)))
-    caller.join(10)
+    caller.join(30)
     assert [future.wait() for future in begun] == ["room"] * (few_in_flight + 5)
 
 

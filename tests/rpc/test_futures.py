@@ -39,7 +39,7 @@ def test_futures_chain_and_tell_callbacks() -> None:
     future = rpc.rpc_async("worker1", functions.echo, args=(2,))
     future.add_done_callback(lambda f: told.set())
     assert future.then(lambda f: f.wait() + 1).then(lambda f: f.wait() * 2).wait() == 6
-    assert told.wait(10)
+    assert told.wait(30)
 
 
 def test_a_chained_function_may_call() -> None:
@@ -132,7 +132,7 @@ def test_gather_works_on_futures() -> None:
 def test_a_future_that_nobody_waits_for_still_completes() -> None:
     done = threading.Event()
     rpc.rpc_async("worker1", functions.nothing).add_done_callback(lambda f: done.set())
-    assert done.wait(10)
+    assert done.wait(30)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +184,11 @@ def test_of_two_that_wait_for_one_future_both_are_served_when_one_became_the_rea
         both = [pool.submit(shared.wait) for _ in range(2)]
         await_that(lambda: threads_on_the_queue() == 2)
         rpc.rpc_sync("worker1", functions.set_event, args=("read by",))
-        first.result(10)
+        first.result(30)
         # One of the two reads now, and has left the queue.
         await_that(lambda: threads_on_the_queue() == 1)
         rpc.rpc_sync("worker1", functions.set_event, args=("served twice",))
-        assert [each.result(10) for each in both] == ["served twice"] * 2
+        assert [each.result(30) for each in both] == ["served twice"] * 2
 
 
 def await_that(condition: Callable[[], object]) -> None:

@@ -139,7 +139,7 @@ def test_a_worker_that_comes_while_the_last_one_leaves_has_a_job(
         time.sleep(0.01)
     a.do(rpc.shutdown)
     (tmp_path / "go on").touch()
-    joining.result(20)
+    joining.result(60)
     c.do(join, "c", None, None, store.port)
     assert c.do(call, "b", functions.who_am_i) == "b"
 

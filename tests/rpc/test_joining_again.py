@@ -141,7 +141,7 @@ def test_a_job_of_another_size_follows_jobs_that_ended_or_were_killed(start: Sta
     waiting = processes[1].begin(join, "w1", 1, 2, store.port)
     store.wait(["telegrad/4/ready"])
     processes[0].do(join, "w0", 0, 2, store.port)
-    waiting.result(20)
+    waiting.result(60)
     shut_down_all(processes[:2])
 
 

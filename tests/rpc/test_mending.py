@@ -108,7 +108,7 @@ def test_a_broken_connection_is_mended_for_idle_and_for_waiting_calls(
         if side == "incoming":
             breaks.do(cut_links, side)
         job["c"].do(call, "b", functions.set_event, name)
-        assert waiting.result(20) == name
+        assert waiting.result(60) == name
     assert job["a"].do(rpc.debug_info)["lost workers"] == {}
 
 

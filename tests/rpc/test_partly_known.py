@@ -98,7 +98,7 @@ def test_all_leave_in_good_order(job: Job) -> None:
     job["b"].do(add, "g", 1)
     leaving = [process.begin(rpc.shutdown) for process in job.processes.values()]
     for each in leaving:
-        each.result(20)
+        each.result(60)
     for process in job.processes.values():
         assert "Traceback" not in process.end(), process.errors
 
@@ -108,7 +108,7 @@ def test_a_worker_that_died_unseen_does_not_hold_up_the_end(job: Job) -> None:
     job["b"].kill()
     leaving = [job[name].begin(rpc.shutdown) for name in NAMES if name != "b"]
     for each in leaving:
-        each.result(20)
+        each.result(60)
 
 
 def test_the_end_survives_the_worker_that_all_meet_at(job: Job) -> None:
@@ -116,7 +116,7 @@ def test_the_end_survives_the_worker_that_all_meet_at(job: Job) -> None:
     job["a"].kill()
     leaving.append(job["h"].begin(rpc.shutdown))
     for each in leaving:
-        each.result(20)
+        each.result(60)
 
 
 def test_what_a_dead_worker_held_is_let_go_after_all_were_asked(job: Job) -> None:

@@ -222,7 +222,7 @@ def test_a_file_that_is_no_store_is_named_and_left_as_it_was(
     with pytest.raises(rpc.RendezvousError, match=f"file '{path}' is there, and it is no store"):
         process.begin(
             init, "a", rank=0, world_size=1, init_method=f"file://{path}", join_timeout=5.0
-        ).result(20)
+        ).result(60)
     assert path.read_bytes() == content
 
 
@@ -231,7 +231,7 @@ def test_a_directory_and_a_pipe_are_no_stores(start: Start, tmp_path: Path) -> N
     process = start()
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(rpc.RendezvousError, match=f"'{path}' is no file"):
-            process.begin(init, "a", rank=0, world_size=1, init_method=f"file://{path}").result(20)
+            process.begin(init, "a", rank=0, world_size=1, init_method=f"file://{path}").result(60)
 
 
 @pytest.mark.parametrize("content", [b"", STORE], ids=["empty", "used"])
@@ -251,7 +251,7 @@ def test_a_file_that_another_process_keeps_locked_is_named(start: Start, tmp_pat
         with pytest.raises(rpc.RendezvousError, match=r"has had the file .* locked for 0\.5 s"):
             start().begin(
                 init, "a", rank=0, world_size=1, init_method=f"file://{file.name}", join_timeout=0.5
-            ).result(20)
+            ).result(60)
 
 
 def test_an_address_that_is_not_ours_is_refused(start: Start, tmp_path: Path) -> None:

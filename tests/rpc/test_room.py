@@ -293,7 +293,7 @@ def call_until_there_is_room(to: str) -> str:
         )
         calling.start()
         calling.join(0.2)
-    calling.join(10)
+    calling.join(30)
     return answers[0]
 
 

@@ -168,7 +168,7 @@ def test_a_peer_that_dies_or_stops_ends_its_transfers(
     streaming = job["a"].begin(error_of_stream_of_calls, "b")
     time.sleep(0.5)
     job["b"].signal(how)
-    assert "Worker 'b' is gone" in streaming.result(20)
+    assert "Worker 'b' is gone" in streaming.result(60)
     job["b"].kill()
 
 

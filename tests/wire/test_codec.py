@@ -540,6 +540,6 @@ def test_threads_that_need_modules_of_one_package_at_once_get_them_whole(
     monkeypatch.setattr(sys, "begun", begun, raising=False)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(find, f"{name}.other:Other")
-        assert begun.wait(10)
+        assert begun.wait(30)
         second = threads.submit(find, f"{name}.one:One")
-        assert [each.result(10).__name__ for each in (first, second)] == ["Other", "One"]  # type: ignore[attr-defined]
+        assert [each.result(30).__name__ for each in (first, second)] == ["Other", "One"]  # type: ignore[attr-defined]

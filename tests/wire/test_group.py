@@ -118,7 +118,7 @@ class Thread(threading.Thread):
             self.error = error
 
     def ended(self) -> bool:
-        self.join(10)
+        self.join(30)
         return not self.is_alive()
 
 
@@ -327,10 +327,10 @@ def test_at_exit_nobody_enters_the_backend_and_who_is_inside_is_awaited() -> Non
     def stay() -> None:
         with backend:
             entered.set()
-            leave.wait(10)
+            leave.wait(30)
 
     inside = Thread(stay)
-    assert entered.wait(10)
+    assert entered.wait(30)
     shutting = Thread(backend._shut)
     while not backend._is_shut:
         time.sleep(0.001)

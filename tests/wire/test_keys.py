@@ -161,7 +161,7 @@ def shake_hands(
     thread = threading.Thread(target=lambda: outcome.append(run(there, server, True)))
     thread.start()
     mine = run(here, client, False)
-    thread.join(10)
+    thread.join(30)
     return outcome[0], mine
 
 

@@ -322,7 +322,7 @@ def test_what_was_taken_is_no_frame_while_the_next_is_waited_for_or_after_a_brea
         reading = pool.submit(b.receive)
         time.sleep(0.05)
         assert not b.has_frame()
-        assert reading.result(10) is None
+        assert reading.result(30) is None
     a.send(Kind.CALL, 2)
     receive(b)
     a.stream.close()
@@ -563,7 +563,7 @@ def test_a_send_returns_at_its_deadline_and_the_frame_arrives_as_it_was() -> Non
     flushing = threading.Thread(target=a.flush)
     flushing.start()
     frames = [receive(b) for _ in range(4)]
-    flushing.join(10)
+    flushing.join(30)
     for frame in frames:
         buffer = np.frombuffer(frame.buffers[0], np.uint8)  # type: ignore[arg-type]
         assert (buffer == frame.call_id).all()
@@ -702,8 +702,8 @@ def test_who_drains_a_link_may_close_it_although_another_thread_writes() -> None
     leaving.start()
     slow.go_on.set()
     assert [receive(b).kind, receive(b).kind] == [Kind.REPLY, Kind.LEAVING]
-    leaving.join(10)
-    writing.join(10)
+    leaving.join(30)
+    writing.join(30)
 
 
 def test_shared_memory_that_was_freed_waits_for_a_message_and_not_for_long() -> None:

@@ -36,24 +36,26 @@ def join_all(processes: list[Process], *whos: tuple[str, int, int], **options: A
 
 
 def test_a_name_taken_twice_is_told_to_all(start: Start) -> None:
+    processes = [start(), start(), start()]
     started = time.monotonic()
-    found = join_all([start(), start(), start()], ("a", 0, 3), ("a", 1, 3), ("c", 2, 3))
+    found = join_all(processes, ("a", 0, 3), ("a", 1, 3), ("c", 2, 3))
     assert all(isinstance(error, rpc.RendezvousError) for error in found)
     assert all("'a' is not unique" in str(error) for error in found)
     assert time.monotonic() - started < 30
 
 
 def test_different_world_sizes_are_told_to_all_at_once(start: Start) -> None:
+    processes = [start(), start()]
     started = time.monotonic()
-    found = join_all([start(), start()], ("a", 0, 2), ("b", 1, 3))
+    found = join_all(processes, ("a", 0, 2), ("b", 1, 3))
     assert all("world_size=3, but rank 0 was told 2" in str(error) for error in found), found
     assert time.monotonic() - started < 30
 
 
 def test_a_rank_taken_twice_is_told_to_who_came_second(start: Start) -> None:
-    started = time.monotonic()
     store = serve_store()
     first, second, third = start(), start(), start()
+    started = time.monotonic()
     joining = first.begin(join, "a", 0, 2, store.port)
     store.wait(["telegrad/visitor of 0"])
     with pytest.raises(rpc.RendezvousError, match=r"rank 0 is taken twice.*'c'.*'a'"):

@@ -148,7 +148,7 @@ def kept_after_posts(to: str, count: int, size: int) -> tuple[int, int]:
         link = agent()._outgoing[worker].link
         kept = max(kept, link.session.kept_frames)
         if number % 100 == 99:
-            select.select([link.stream], [], [], 1.0)  # A pace that the other keeps up with.
+            select.select([link.stream], [], [], 0.1)  # A pace that the other keeps up with.
     assert link._arena is not None
     return kept, link._arena.use.high_water
 

@@ -28,7 +28,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -316,18 +316,32 @@ class Outgoing:
 
     def _read_while_blocked(self) -> None:
         """A writer finds the stream full: read replies, or two full streams wait for each other."""
+        if not self._read_aside(self._read_or_write):
+            self.link.stream.wait_writable(0.05)
+
+    def _read_or_write(self) -> None:
+        poll = select.poll()
+        poll.register(self.link.stream.fileno(), select.POLLIN | select.POLLOUT)
+        events = poll.poll(100)
+        if self.link.has_frame() or any(event & ~select.POLLOUT for _, event in events):
+            self._take_one(self.link)
+
+    def _take_up(self) -> None:
+        """Read what is here, and wait for nothing."""
+        # Not all that comes: the replies of others may come without a pause.
+        self._take_one(self.link, waits=False)
+        while self.link.has_frame():
+            self._take_one(self.link, waits=False)
+
+    def _read_aside(self, read: Callable[[], None]) -> bool:
+        """Read on a thread that has something else to do. False: another one reads."""
         broken = False
         try:
-            if not self._begin_to_read():
-                self.link.stream.wait_writable(0.05)
-                return
-            poll = select.poll()
-            poll.register(self.link.stream.fileno(), select.POLLIN | select.POLLOUT)
-            events = poll.poll(100)
-            if self.link.has_frame() or any(event & ~select.POLLOUT for _, event in events):
-                self._take_one(self.link)
+            if self._reading or not self._begin_to_read():
+                return False
+            read()
         except LinkBroken:
-            # To mend a link is to wait for its writer, and that is this thread.
+            # To mend a link is to wait for its writer, and that may be this thread.
             broken = True
         finally:
             if self._reader == get_ident():
@@ -335,25 +349,7 @@ class Outgoing:
                 self.agent.complete_elsewhere(self._pass_on_reading())
         if broken:
             self.agent.threads.run(self._read_for_others)
-
-    def _take_up(self) -> None:
-        """Read what is here, if nobody reads, and wait for nothing."""
-        broken = False
-        try:
-            if self._reading or not self._begin_to_read():
-                return
-            # Not all that comes: the replies of others may come without a pause.
-            self._take_one(self.link, waits=False)
-            while self.link.has_frame():
-                self._take_one(self.link, waits=False)
-        except LinkBroken:
-            broken = True
-        finally:
-            if self._reader == get_ident():
-                # The code of users may not run here: whoever posts may hold what it needs.
-                self.agent.complete_elsewhere(self._pass_on_reading())
-        if broken:
-            self.agent.threads.run(self._read_for_others)
+        return True
 
     # What the watch notices.
 
@@ -447,7 +443,7 @@ class Outgoing:
         if (
             packed.buffers or self.link.session.kept_frames >= MUCH_KEPT
         ) and not self.agent.node.calls.expects(self._worker):
-            self._take_up()
+            self._read_aside(self._take_up)
         self.link.send(
             Kind.POST,
             0,

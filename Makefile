@@ -9,7 +9,7 @@ BENCH  := $(VENV)/.bench
 # Tests start many processes, so two of them at a time are enough for any machine.
 JOBS   ?= 2
 
-.PHONY: help test unit demo lint format types bench bench-hop bench-cold bench-step bench-floor bench-threads bench-scaling dry-run bench-rpc \
+.PHONY: help test unit demo lint format types bench bench-hop bench-cold bench-step bench-floor bench-threads bench-scaling bytecodes dry-run bench-rpc \
         bench-autograd bench-tensors bench-train bench-compile bench-tls bench-faults compile-report programs \
         fuzz strangers liars withstanding chaos soak conformance ecosystem slow clean
 
@@ -69,6 +69,9 @@ bench-floor: $(READY)  ## what a step of training takes at least, by processes w
 
 bench-cold: $(READY)  ## what code costs that runs once in a step of training
 	$(BIN)/python -m benchmarks.cold --write
+
+bytecodes: $(READY)  ## how many instructions of Python a call, a hop and a step take; ARGS=--files
+	$(BIN)/python -m benchmarks.bytecodes $(ARGS)
 
 bench-train: $(READY)  ## a training step over remote parts, stock and telegrad interleaved
 	$(BIN)/python -m benchmarks.train

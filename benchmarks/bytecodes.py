@@ -1,0 +1,133 @@
+"""How many instructions of Python a piece of work takes: `python -m benchmarks.bytecodes`.
+
+Times on a shared machine differ by a tenth from one minute to the next; the number of instructions
+that the interpreter runs does not. So whether a change makes a hop or a step shorter is told by this
+program, and by how much by the others. Instructions are counted on the thread that runs the work
+and on those that serve it, after enough runs that nothing is done for the first time. Looking for
+the next message is left out: how often a thread looks depends on how long it waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import torch
+
+import telegrad
+from benchmarks import autograd as hops
+from benchmarks import pages, train
+from benchmarks.peers import Peer
+from telegrad import autograd, rpc
+
+RUNS = 21
+WARM_UP = 300
+WORKERS = ("worker1", "worker2")
+
+_counts: Counter[str] = Counter()
+
+
+def begin() -> None:
+    """Count from now on, in functions that this thread enters."""
+    _counts.clear()
+    sys.settrace(_entered)
+
+
+def taken() -> dict[str, int]:
+    """By file, what was counted since `begin`."""
+    sys.settrace(None)
+    return dict(_counts)
+
+
+def _entered(frame: FrameType, event: str, argument: Any) -> Any:
+    name = _short(frame.f_code.co_filename)
+    if name == "wire/lookout.py":
+        return None
+    frame.f_trace_opcodes = True
+    frame.f_trace_lines = False
+
+    def count(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            _counts[name] += 1
+        return count
+
+    return count
+
+
+def _short(path: str) -> str:
+    for root in ("telegrad/", "site-packages/"):
+        _, found, rest = path.rpartition(root)
+        if found:
+            return rest
+    return "elsewhere"
+
+
+def works() -> dict[str, Callable[[], object]]:
+    peer = Peer("telegrad", rpc, autograd)
+    x = torch.ones(8, 8, requires_grad=True)
+    small = train.SIZES["small"]
+    return {
+        "no-op": lambda: rpc.rpc_sync("worker1", _nothing),
+        "hop": hops._hops(peer, x, 1, "smart"),
+        **{
+            f"small step, {parts}": train._step_as_one(peer, small, parts) for parts in train.PARTS
+        },
+    }
+
+
+def _nothing() -> None: ...
+
+
+def measure() -> dict[str, dict[str, dict[str, float]]]:
+    """By work, worker and file: the median number of instructions."""
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, work in works().items():
+        for _ in range(WARM_UP):
+            work()
+        runs = [_counted(work) for _ in range(RUNS)]
+        found[name] = {
+            worker: {
+                file: median(run[worker].get(file, 0) for run in runs)
+                for file in sorted({file for run in runs for file in run[worker]})
+            }
+            for worker in ("driver", *WORKERS)
+        }
+    return found
+
+
+def _counted(work: Callable[[], object]) -> dict[str, dict[str, int]]:
+    for worker in WORKERS:
+        rpc.rpc_sync(worker, begin)
+    begin()
+    work()
+    here = taken()
+    return {"driver": here, **{worker: rpc.rpc_sync(worker, taken) for worker in WORKERS}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", action="store_true", help="by file, not by package")
+    arguments = parser.parse_args()
+    for name, workers in telegrad.run(measure, workers=len(WORKERS)).items():
+        totals: dict[str, Counter[str]] = {}
+        for worker, files in workers.items():
+            for file, count in files.items():
+                part = file if arguments.files else file.partition("/")[0]
+                totals.setdefault(part, Counter())[worker] += round(count)
+        rows = [
+            [part, *(str(counts[worker]) for worker in workers), str(counts.total())]
+            for part, counts in sorted(totals.items(), key=lambda item: -item[1].total())
+        ]
+        sums = [sum(counts[worker] for counts in totals.values()) for worker in workers]
+        rows.append(["all", *map(str, sums), str(sum(sums))])
+        print(pages.plain([name, *workers, "all"], rows), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

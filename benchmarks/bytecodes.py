@@ -1,7 +1,7 @@
 """How many instructions of Python a piece of work takes: `python -m benchmarks.bytecodes`.
 
-Times on a shared machine differ by a tenth from one minute to the next; the number of instructions
-that the interpreter runs does not. So whether a change makes a hop or a step shorter is told by this
+Times on a shared machine differ by a tenth from one minute to the next; the instructions that the
+interpreter runs do not. So whether a change makes a hop or a step shorter is told by this
 program, and by how much by the others. Instructions are counted on the thread that runs the work
 and on those that serve it, after enough runs that nothing is done for the first time. Looking for
 the next message is left out: how often a thread looks depends on how long it waits.
@@ -74,9 +74,7 @@ def works() -> dict[str, Callable[[], object]]:
     return {
         "no-op": lambda: rpc.rpc_sync("worker1", _nothing),
         "hop": hops._hops(peer, x, 1, "smart"),
-        **{
-            f"small step, {parts}": train._step_as_one(peer, small, parts) for parts in train.PARTS
-        },
+        **{f"small step, {parts}": train._step_as_one(peer, small, parts) for parts in train.PARTS},
     }
 
 

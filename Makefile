@@ -129,7 +129,7 @@ clean:  ## remove the environment and every cache
 	rm -rf $(VENV) $(ECOSYSTEM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml requirements-dev.txt
+$(READY): pyproject.toml requirements-dev.txt hatch_build.py src/telegrad/wire/_native.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
 	$(BIN)/pip install --quiet -r requirements-dev.txt

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from telegrad.wire import codec
+from telegrad.wire import codec, quick
 from telegrad.wire.codec import CodecError, Packed, Trust, pack, unpack
+from telegrad.wire.frames import Frame, Kind, whole
+from telegrad.wire.packed import NOT_QUICK
 from telegrad.wire.parcel import Parcel
-from telegrad.wire.quick import NOT_QUICK, SMALL, quick_pack, quick_unpack
 from telegrad.wire.tags import Tag
 from telegrad.wire.trust import LIMITS
+
+SMALL = 1 << 13
+"""Bytes of a tensor that are copied sooner than described."""
+
+
+quick_pack, quick_unpack = quick.pack, quick.unpack
 
 
 def echo(*args: Any) -> Any:
@@ -78,8 +88,8 @@ LIKE_A_CALL = [
 
 @pytest.fixture
 def the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "quick_pack", lambda *_: None)
-    monkeypatch.setattr(codec, "quick_unpack", lambda *_: NOT_QUICK)
+    monkeypatch.setattr(quick, "pack", lambda *_: None)
+    monkeypatch.setattr(quick, "unpack", lambda *_: NOT_QUICK)
 
 
 def buffers_of(packed: Packed) -> list[bytearray]:
@@ -118,11 +128,12 @@ def test_the_usual_messages_are_quick() -> None:
 def test_what_is_written_in_one_go_is_what_is_written_otherwise() -> None:
     for value in QUICK:
         slow = pack(value)
-        quick = quick_pack(value, Trust.CODE)
-        assert quick is not None
-        assert quick.meta == slow.meta
-        assert list(map(bytes, quick.buffers)) == list(map(bytes, slow.buffers))
-        assert [*map(id, quick.tensors)] == [*map(id, slow.tensors)]
+        short = quick_pack(value, Trust.CODE)
+        assert short is not None
+        assert short.meta == slow.meta
+        assert list(map(bytes, short.buffers)) == list(map(bytes, slow.buffers))
+        assert [*map(id, short.tensors)] == [*map(id, slow.tensors)]
+        assert short.untracked == slow.untracked
 
 
 def test_all_else_is_left_to_the_codec() -> None:
@@ -184,7 +195,7 @@ def test_damaged_messages_are_taken_or_refused_as_without_short_cuts(
     for trust in Trust:
         with_short_cuts = [outcome(meta, buffers, trust) for meta, buffers in damaged]
         with monkeypatch.context() as patch:
-            patch.setattr(codec, "quick_unpack", lambda *_: NOT_QUICK)
+            patch.setattr(quick, "unpack", lambda *_: NOT_QUICK)
             without = [outcome(meta, buffers, trust) for meta, buffers in damaged]
         assert with_short_cuts == without, f"seed {seed}"
 
@@ -215,3 +226,99 @@ def test_a_tensor_whose_storage_was_given_back_is_refused(left: int) -> None:
         freed.untyped_storage().resize_(left)
         with pytest.raises(codec.Unpackable, match=f"resized to {left or 'no'} bytes"):
             pack(wrapped(freed))
+
+
+FRAMES: list[tuple[int, int, bytes, bytes, list[bytes], int, int]] = [
+    (Kind.CALL, 1, b"", b"", [], 1, 0),
+    (Kind.REPLY, (1 << 64) - 1, b"note", b"meta", [b"x"], (1 << 64) - 1, 5),
+    (Kind.POST, 7, b"", b"m" * 300, [b"x" * 100, b"", b"y" * 7, *[b"z"] * 9], 3, 2),
+    (Kind.HOUSEKEEPING, 0, b"", b"", [], 0, 9),
+]
+
+
+@pytest.mark.parametrize("fields", FRAMES)
+def test_a_frame_that_is_written_and_read_in_one_go_is_the_same(fields: Any) -> None:
+    kind, call_id, note, meta, buffers, seq, ack = fields
+    arguments = (kind, call_id, note, meta, [*map(memoryview, buffers)], seq, ack)
+    data = whole(*arguments)
+    assert quick.frame(*arguments) == data
+    window = memoryview(b"before" + data + b"behind")
+    read = quick.next_frame(window, 6, 6 + len(data) + 3, 1 << 16)
+    assert read == (Frame(kind, call_id, note, meta, buffers), seq, ack, len(data) - 52)
+    assert all(type(buffer) is bytearray for buffer in read[0].buffers)
+
+
+def test_a_frame_of_another_kind_is_left_to_those_who_know_it() -> None:
+    data = bytearray(whole(Kind.CALL, 1, b"note", b"meta", [memoryview(b"abc")], 1, 0))
+
+    def read(changed: bytes, most: int = 1 << 16) -> Any:
+        return quick.next_frame(memoryview(changed), 0, len(changed), most)
+
+    def put(place: int, value: bytes) -> bytes:
+        return bytes(data[:place]) + value + bytes(data[place + len(value) :])
+
+    assert read(bytes(data)) is not None
+    assert read(bytes(data), most=len(data) - 53) is None
+    assert [read(bytes(data[:end])) for end in range(len(data))] == [None] * len(data)
+    assert read(put(0, b"\x00")) is None
+    assert read(put(0, b"\x07")) is None
+    assert read(put(12, b"\x01")) is None, "it gives slots back"
+    assert read(put(60, bytes(8))) is None, "its buffer is in the arena"
+    for count in (0, 2, 1 << 28, (1 << 32) - 1):
+        assert read(put(8, count.to_bytes(4, "little"))) is None, "rows that are not there"
+    for size in (2, 4, 1 << 62, (1 << 64) - 1):
+        assert read(put(52, size.to_bytes(8, "little"))) is None, "a buffer that does not fit"
+    for length in (5, (1 << 32) - 1):
+        assert read(put(4, length.to_bytes(4, "little"))) is None, "a note that does not fit"
+        assert read(put(16, length.to_bytes(4, "little"))) is None, "a meta that does not fit"
+    assert quick.next_frame(memoryview(data), 5, 3, 99) is None
+    assert quick.next_frame(memoryview(data), 0, len(data) + 1, 999) is None
+    assert quick.next_frame(memoryview(data), -1, len(data), 999) is None
+
+
+WITHOUT = """
+import sys
+sys.modules["telegrad.wire._native"] = None
+import torch
+from telegrad.wire import quick
+from telegrad.wire.codec import pack, unpack
+assert not quick.BUILT
+value = pack((torch.add, (torch.arange(3.0), torch.ones(3)), {}))
+read = unpack(value.meta, [bytearray(buffer) for buffer in value.buffers])
+assert read[0] is torch.add and read[1][0].tolist() == [0, 1, 2], read
+print(value.meta.hex())
+"""
+
+
+def test_who_has_no_compiled_short_cuts_writes_and_reads_the_same() -> None:
+    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    packed = pack((torch.add, (torch.arange(3.0), torch.ones(3)), {}))
+    assert run.stdout.strip() == packed.meta.hex()
+
+
+def test_no_object_is_kept_or_lost_by_short_cuts() -> None:
+    """One too many or too few references to any of them shows after a thousand."""
+    tensor, parcel = weights(), Parcel("a.topic", b"data", [weights()])
+    data = whole(Kind.CALL, 1, b"note", b"meta", [memoryview(b"abc")], 1, 0)
+    objects = [tensor, parcel, parcel.tensors, echo, Parcel, Frame, Packed, data, None, NOT_QUICK]
+
+    def use() -> None:
+        for value in (*QUICK, *NOT_SO, tensor, parcel, (echo, (tensor,), {})):
+            packed = pack(value)
+            buffers = buffers_of(packed)
+            unpack(packed.meta, buffers)
+            quick_unpack(packed.meta[:-1], buffers, Trust.CODE, LIMITS, None)
+        quick.next_frame(memoryview(data), 0, len(data), 999)
+        quick.frame(1, 1, b"", b"meta", [memoryview(data)], 1, 1)
+
+    for _ in range(3):
+        use()
+    gc.collect()
+    before = [sys.getrefcount(each) for each in objects]
+    for _ in range(1000 // len(QUICK)):
+        use()
+    gc.collect()
+    assert [abs(sys.getrefcount(o) - b) < 20 for o, b in zip(objects, before, strict=True)] == [
+        True
+    ] * len(objects)

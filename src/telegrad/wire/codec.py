@@ -30,15 +30,16 @@ from typing import Any
 
 import torch
 
+from telegrad.wire import quick
 from telegrad.wire.decode import Decoder
 from telegrad.wire.decode_objects import read_tree
 from telegrad.wire.encode import Encoder
 from telegrad.wire.encode_objects import write_tree
 from telegrad.wire.errors import CodecError, Refusal, Unpackable
 from telegrad.wire.names import export, extend, is_exported
+from telegrad.wire.packed import NOT_QUICK, Packed
 from telegrad.wire.paths import path_to
 from telegrad.wire.primitives import ByteBuffer, write_size
-from telegrad.wire.quick import NOT_QUICK, Packed, quick_pack, quick_unpack
 from telegrad.wire.tensors import read_table, write_table
 from telegrad.wire.trust import LIMITS, Limits, Trust
 
@@ -65,9 +66,9 @@ def pack(obj: Any, scope: object = None, trust: Trust = Trust.CODE) -> Packed:
     Raises `Unpackable`, which says where the value sits that cannot travel, and what to do.
     """
     try:
-        quick = quick_pack(obj, trust)
-        if quick is not None:
-            return quick
+        packed = quick.pack(obj, trust)
+        if packed is not None:
+            return packed
         encoder = write_tree(obj, scope, trust)
         if not encoder.tensors and encoder.pickler is None:
             buffers = encoder.buffers
@@ -129,7 +130,7 @@ def unpack(
     if len(meta) > limits.meta:
         raise CodecError(f"{len(meta)} bytes of metadata pass the limit of {limits.meta}")
     data = meta if type(meta) is bytes else bytes(meta)
-    value = quick_unpack(data, buffers, trust, limits, arrive)
+    value = quick.unpack(data, buffers, trust, limits, arrive)
     if value is not NOT_QUICK:
         return value
     decoder = Decoder(data, buffers, scope, trust, limits)

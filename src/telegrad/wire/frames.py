@@ -18,6 +18,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from telegrad.wire.errors import CodecError
 from telegrad.wire.primitives import ByteBuffer
@@ -56,8 +57,7 @@ LIMITS = FrameLimits()
 KINDS = frozenset(int(k) for k in Kind)
 
 
-@dataclass(slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One received frame. `meta` and `buffers` are this frame's own memory."""
 
     kind: int
@@ -82,6 +82,21 @@ def head_of(
     total = len(table) + len(note) + len(meta) + inline
     counts = (len(note), len(rows), 0, len(meta), total)
     return b"".join((HEADER.pack(kind, 0, *counts, seq, ack, call_id), table, note, meta))
+
+
+def whole(
+    kind: int,
+    call_id: int,
+    note: bytes,
+    meta: bytes,
+    buffers: Sequence[memoryview],
+    seq: int,
+    ack: int,
+) -> bytes:
+    """A frame that frees no slots and has all of its buffers inline."""
+    rows = [(buffer.nbytes, INLINE) for buffer in buffers]
+    inline = sum(size for size, _ in rows)
+    return b"".join((head_of(kind, call_id, meta, note, rows, seq, ack, inline), *buffers))
 
 
 def check_header(

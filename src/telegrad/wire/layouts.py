@@ -81,18 +81,19 @@ class Layout:
     """Whether most of the extent is not the tensor's, and a compact copy would be as good."""
 
 
-_by_tensor: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], Layout] = {}
-_by_header: dict[bytes, Layout] = {}
+by_tensor: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], Layout] = {}
+by_header: dict[bytes, Layout] = {}
+"""Both are looked at by `_native.c`."""
 
 
 def layout_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Layout:
     """The layout of a strided tensor, or of one of another dtype whose elements lie as its own do;
     ValueError if that dtype cannot travel this way."""
     key = (dtype or tensor.dtype, tensor.shape, tensor.stride())
-    layout = _by_tensor.get(key)
+    layout = by_tensor.get(key)
     if layout is None:
         layout = _worked_out(key[0], tuple(key[1]), key[2])
-        _remember(_by_tensor, key, layout)
+        _remember(by_tensor, key, layout)
     return layout
 
 
@@ -105,29 +106,15 @@ def is_sparse(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ..
     )
 
 
-def known_layout(tensor: torch.Tensor) -> Layout | None:
-    """The layout of a strided tensor, if one like it was seen before."""
-    return _by_tensor.get((tensor.dtype, tensor.shape, tensor.stride()))
-
-
-def layout_in(data: bytes, start: int, max_dims: int) -> tuple[Layout | None, int]:
-    """The layout that begins there, if it was seen before and is contiguous, and its end."""
-    dims = data[start + 1] if len(data) > start + 1 else _STRIDED
-    if dims >= _STRIDED or dims > max_dims:
-        return None, start
-    end = start + 2 + 8 * dims
-    return _by_header.get(data[start:end]), end
-
-
 def read_layout(reader: Reader, max_dims: int) -> Layout:
     data, start = reader.data, reader.position
     dims = data[start + 1]
     end = start + 2 + (8 * dims if dims < _STRIDED else 16 * (dims - _STRIDED))
     header = data[start:end]
-    layout = _by_header.get(header)
+    layout = by_header.get(header)
     if layout is None:
         layout = _parsed(reader.take(end - start), dims % _STRIDED, dims >= _STRIDED)
-        _remember(_by_header, header, layout)
+        _remember(by_header, header, layout)
     if dims % _STRIDED > max_dims:
         raise CodecError(f"a tensor of {dims % _STRIDED} dimensions passes the limit of {max_dims}")
     reader.position = end

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from telegrad.wire import interrupts
 from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, LinkClosed
-from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, ONE_ROW, head_of
+from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, ROW, head_of
 from telegrad.wire.group import GroupFailed, TensorGroup, Transfer
 from telegrad.wire.lane import Lane, are_large, cut
 from telegrad.wire.outbox import LATER_BYTES, QUEUE_BYTES, Outbox, Turn, size_of
+from telegrad.wire.quick import frame
 
 ARENA_THRESHOLD = 1 << 16
 MAX_FREED_PER_FRAME = 512
@@ -88,20 +89,19 @@ class Sending(Outbox):
             message = Message(kind, call_id, meta, buffers, tensors, note, untracked)
             if self._send_by_group(message, deadline) or self._send_by_lane(message, deadline):
                 return
-        rows: list[int] = []
-        inline: Sequence[memoryview] = ()
-        total = len(meta) + len(note)
-        if buffers:
-            inline = self._place(buffers, rows)
-            total += sum([buffer.nbytes for buffer in inline])
-        freed = self._take_freed() if self.freed else ()
-        if len(rows) == 2 and not freed:
-            head = ONE_ROW.pack(*rows)
-        else:
+        total = len(meta) + len(note) + ROW * len(buffers)
+        for buffer in buffers:
+            total += buffer.nbytes
+        # As nearly all are: nothing of it is in the arena, or the user's.
+        is_whole = total < SMALL_FRAME and not self.freed
+        if not is_whole:
+            rows: list[int] = []
+            inline: Sequence[memoryview] = self._place(buffers, rows)
+            freed = self._take_freed()
             head = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed)
-        total += len(head)
-        counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
-        own_memory = total <= SMALL_FRAME or not inline
+            total = len(meta) + len(note) + len(head) + sum([part.nbytes for part in inline])
+            counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
+        own_memory = is_whole or total <= SMALL_FRAME or not inline
         if not own_memory:
             placed = rows[1::2][len(buffers) - untracked :]
             inline, tensors = _trackable(inline, tensors, placed.count(INLINE))
@@ -110,16 +110,20 @@ class Sending(Outbox):
             if self.closed:
                 raise LinkClosed("the link is closed")
             seq, ack = self.session.stamp()
-            header = HEADER.pack(*counts, seq, ack, call_id)
             size = HEADER_SIZE + total
-            if own_memory:
-                whole = b"".join((header, head, note, meta, *inline))
-                kept: bytes | Borrowed = whole
-                parts: Sequence[Bytes] = (whole,)
+            kept: bytes | Borrowed
+            parts: Sequence[Bytes]
+            if is_whole:
+                kept = frame(kind, call_id, note, meta, buffers, seq, ack)
+                parts = (kept,)
             else:
-                start = b"".join((header, head, note, meta))
-                kept = Borrowed((start, *inline), _versions(tensors))
-                parts = kept.parts
+                start = b"".join((HEADER.pack(*counts, seq, ack, call_id), head, note, meta))
+                if own_memory:
+                    kept = b"".join((start, *inline))
+                    parts = (kept,)
+                else:
+                    kept = Borrowed((start, *inline), _versions(tensors))
+                    parts = kept.parts
             if not (later or self._queue or self._writing or self.broken):
                 # As a rule. `_put` and `_take_turn` would do the same.
                 self.session.keep(seq, kept, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,8 @@ def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor._indices(), tensor._values()
 
 
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Whether it is one of autograd's zeros that have a shape and no memory."""
-    return bool(tensor._is_zerotensor())
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+"""Whether it is one of autograd's zeros that have a shape and no memory."""
 
 
 def in_dual_level() -> bool:

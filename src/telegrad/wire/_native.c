@@ -1,0 +1,907 @@
+/* Short cuts for the messages that nearly all traffic consists of, in the form of all others.
+ *
+ * Half of the instructions that the interpreter ran for a small message were those of its codec and
+ * of its frame: a few bytes moved by hundreds of steps. Here they are moved by C.
+ *
+ *   pack, unpack    a call of a function with a few tensors, a tensor, None, and a parcel with a
+ *                   few tensors: the bytes that `encode` and `tensors` would write
+ *   frame           a frame all of whose buffers are inline: the bytes of `frames.whole`
+ *   next_frame      such a frame, if the window begins with one
+ *
+ * What is not of such a form, or looks wrong in any way, is left to the Python code: `pack` and
+ * `next_frame` then give None and `unpack` gives NOT_QUICK, with nothing done. So this file need
+ * not be built, and nothing changes but the time that a small message takes.
+ *
+ * What must never happen: that a byte is read outside of the message or of a tensor's storage. All
+ * numbers that a message holds are compared with what is left of it before they are used.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if PY_BIG_ENDIAN
+#error "Numbers on the wire are little-endian, and are moved here as they lie."
+#endif
+
+enum { FEW = 4, SHORT = 255, SMALL = 1 << 13, STRIDED = 0x80, REQUIRES_GRAD = 1 };
+enum { TAG_NONE = 0, TAG_TUPLE = 13, TAG_DICT = 17, TAG_TENSOR = 29, TAG_NAMED = 30, TAG_PARCEL = 39 };
+enum { HEADER = 52, ROW = 16, FIRST_KIND = 1, LAST_KIND = 6 };
+#define INLINE UINT64_MAX
+
+/* Of other modules, found when this one is imported. */
+static PyObject *tensor_type, *parcel_type, *packed_type, *frame_type, *strided, *by_tensor, *by_header;
+static PyObject *name_of, *object_named, *in_dual_level, *is_zero_tensor, *from_numpy, *array_type_of;
+static PyObject *not_quick, *zero;
+
+#define NAMES(X) \
+    X(layout) X(is_cpu) X(dtype) X(shape) X(stride) X(is_neg) X(storage_offset) X(itemsize) \
+    X(untyped_storage) X(nbytes) X(data_ptr) X(requires_grad) X(requires_grad_) X(detach) X(numpy) \
+    X(data) X(cast) X(castable) X(extent) X(header) X(array_type) X(is_floating_point) X(tensors) \
+    X(dims) X(items) X(depth) X(__self__) X(B)
+#define DECLARE(name) static PyObject *str_##name;
+NAMES(DECLARE)
+
+/* -1 with an error set, or whether the attribute is true. */
+static int
+flag(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    if (value == NULL)
+        return -1;
+    int truth = PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return truth;
+}
+
+/* Numbers are taken from attributes and from methods; -1 with an error set. */
+static Py_ssize_t
+as_size(PyObject *number)
+{
+    if (number == NULL)
+        return -1;
+    Py_ssize_t size = PyLong_AsSsize_t(number);
+    Py_DECREF(number);
+    return size;
+}
+
+static Py_ssize_t
+number(PyObject *object, PyObject *name)
+{
+    return as_size(PyObject_GetAttr(object, name));
+}
+
+static Py_ssize_t
+asked(PyObject *object, PyObject *method)
+{
+    return as_size(PyObject_CallMethodNoArgs(object, method));
+}
+
+static uintptr_t
+address_of(PyObject *object)
+{
+    PyObject *found = PyObject_CallMethodNoArgs(object, str_data_ptr);
+    if (found == NULL)
+        return 0;
+    uintptr_t address = (uintptr_t)PyLong_AsUnsignedLongLong(found);
+    Py_DECREF(found);
+    return PyErr_Occurred() ? 0 : address;
+}
+
+static int
+is_true(PyObject *answer)
+{
+    if (answer == NULL)
+        return -1;
+    int truth = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return truth;
+}
+
+/* A named tuple, without the Python function that it has for being made. Takes the references. */
+static PyObject *
+named_tuple(PyObject *type, Py_ssize_t count, PyObject **fields)
+{
+    PyTypeObject *made = (PyTypeObject *)type;
+    PyObject *tuple = NULL;
+    Py_ssize_t at = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (fields[i] == NULL)
+            goto done;
+    tuple = made->tp_alloc(made, count);
+    if (tuple != NULL)
+        for (; at < count; at++)
+            PyTuple_SET_ITEM(tuple, at, fields[at]);
+done:
+    for (; at < count; at++)
+        Py_XDECREF(fields[at]);
+    return tuple;
+}
+
+/* ---- Packing ---- */
+
+/* What is told of one tensor. All but `storage` and `requires_grad` are owned. */
+typedef struct {
+    PyObject *header;
+    PyObject *buffer;
+    uintptr_t storage;
+    char requires_grad;
+} Sent;
+
+/* The layout of a tensor if one like it was seen before: borrowed, NULL without an error if not. */
+static PyObject *
+known_layout(PyObject *tensor)
+{
+    PyObject *dtype = PyObject_GetAttr(tensor, str_dtype);
+    PyObject *shape = dtype ? PyObject_GetAttr(tensor, str_shape) : NULL;
+    PyObject *stride = shape ? PyObject_CallMethodNoArgs(tensor, str_stride) : NULL;
+    PyObject *key = stride ? PyTuple_Pack(3, dtype, shape, stride) : NULL;
+    PyObject *layout = key ? PyDict_GetItemWithError(by_tensor, key) : NULL;
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    Py_XDECREF(stride);
+    Py_XDECREF(key);
+    return layout;
+}
+
+/* The memory of a tensor of some size, as the program sees it, so that it is sent without a copy. */
+static PyObject *
+view_of(PyObject *tensor, int requires_grad)
+{
+    PyObject *plain = requires_grad ? PyObject_CallMethodNoArgs(tensor, str_detach) : Py_NewRef(tensor);
+    PyObject *array = plain ? PyObject_CallMethodNoArgs(plain, str_numpy) : NULL;
+    PyObject *data = array ? PyObject_GetAttr(array, str_data) : NULL;
+    PyObject *view = data ? PyObject_CallMethodOneArg(data, str_cast, str_B) : NULL;
+    Py_XDECREF(plain);
+    Py_XDECREF(array);
+    Py_XDECREF(data);
+    return view;
+}
+
+static PyObject *
+copy_of(uintptr_t address, Py_ssize_t nbytes)
+{
+    PyObject *copy = PyBytes_FromStringAndSize((const char *)address, nbytes);
+    PyObject *view = copy ? PyMemoryView_FromObject(copy) : NULL;
+    Py_XDECREF(copy);
+    return view;
+}
+
+/* 1 if the tensor is of the usual kind, 0 if not, -1 with an error set. */
+static int
+describe(PyObject *tensor, Sent *sent)
+{
+    int truth;
+    if ((PyObject *)Py_TYPE(tensor) != tensor_type)
+        return 0;
+    PyObject *form = PyObject_GetAttr(tensor, str_layout);
+    if (form == NULL)
+        return -1;
+    Py_DECREF(form);
+    if (form != strided)
+        return 0;
+    if ((truth = flag(tensor, str_is_cpu)) <= 0)
+        return truth;
+    PyObject *layout = known_layout(tensor);
+    if (layout == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    /* The table of layouts may be emptied meanwhile. */
+    Py_INCREF(layout);
+    int result = -1;
+    PyObject *storage = NULL;
+    if ((truth = flag(layout, str_castable)) <= 0) {
+        result = truth;
+        goto done;
+    }
+    if ((truth = is_true(PyObject_CallMethodNoArgs(tensor, str_is_neg))) != 0 ||
+        (truth = is_true(PyObject_CallOneArg(is_zero_tensor, tensor))) != 0) {
+        result = truth < 0 ? -1 : 0;
+        goto done;
+    }
+    Py_ssize_t nbytes = number(layout, str_nbytes), end = number(layout, str_extent);
+    Py_ssize_t first = asked(tensor, str_storage_offset);
+    if (PyErr_Occurred())
+        goto done;
+    if (first) {
+        Py_ssize_t item = number(tensor, str_itemsize);
+        if (item < 0)
+            goto done;
+        end += first * item;
+    }
+    if ((storage = PyObject_CallMethodNoArgs(tensor, str_untyped_storage)) == NULL)
+        goto done;
+    Py_ssize_t held = asked(storage, str_nbytes);
+    if (held == -1 && PyErr_Occurred())
+        goto done;
+    uintptr_t address = address_of(tensor);
+    sent->storage = address ? address_of(storage) : 0;
+    if (PyErr_Occurred())
+        goto done;
+    if (end > held || !address) {
+        result = 0;
+        goto done;
+    }
+    if ((truth = flag(tensor, str_requires_grad)) < 0)
+        goto done;
+    sent->requires_grad = (char)truth;
+    sent->buffer = nbytes > SMALL ? view_of(tensor, truth) : copy_of(address, nbytes);
+    sent->header = sent->buffer ? PyObject_GetAttr(layout, str_header) : NULL;
+    if (sent->header != NULL)
+        result = PyBytes_CheckExact(sent->header);
+done:
+    Py_DECREF(layout);
+    Py_XDECREF(storage);
+    return result;
+}
+
+static int
+lie_apart(const Sent *sent, Py_ssize_t count)
+{
+    for (Py_ssize_t i = 1; i < count; i++)
+        for (Py_ssize_t j = 0; j < i; j++)
+            if (sent[i].storage == sent[j].storage)
+                return 0;
+    return 1;
+}
+
+/* Whether it is a function as `torch.add`, and not one as `[].append`, which is of a value. */
+static int
+has_a_name(PyObject *target)
+{
+    if (PyFunction_Check(target))
+        return 1;
+    if (!PyCFunction_CheckExact(target))
+        return 0;
+    PyObject *owner = PyObject_GetAttr(target, str___self__);
+    if (owner == NULL)
+        return -1;
+    int named = owner == Py_None || PyModule_Check(owner) || PyType_Check(owner);
+    Py_DECREF(owner);
+    return named;
+}
+
+/* A text of less than SHORT characters of ASCII. */
+static int
+is_short(PyObject *text)
+{
+    return PyUnicode_CheckExact(text) && PyUnicode_IS_COMPACT_ASCII(text) &&
+           PyUnicode_GET_LENGTH(text) < SHORT;
+}
+
+static char *
+put_text(char *at, PyObject *text)
+{
+    Py_ssize_t size = PyUnicode_GET_LENGTH(text);
+    *at++ = (char)size;
+    memcpy(at, PyUnicode_1BYTE_DATA(text), (size_t)size);
+    return at + size;
+}
+
+/* What stands behind the table: the tree of a call, or of a tensor, or a parcel. */
+static char *
+put_tree(char *at, PyObject *name, PyObject *data, Py_ssize_t count)
+{
+    if (name == NULL) {
+        *at++ = TAG_TENSOR;
+        *at++ = 0;
+    }
+    else if (data == NULL) {
+        *at++ = TAG_TUPLE;
+        *at++ = 3;
+        *at++ = TAG_NAMED;
+        at = put_text(at, name);
+        *at++ = TAG_TUPLE;
+        *at++ = (char)count;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            *at++ = TAG_TENSOR;
+            *at++ = (char)i;
+        }
+        *at++ = TAG_DICT;
+        *at++ = 0;
+    }
+    else {
+        *at++ = TAG_PARCEL;
+        at = put_text(at, name);
+        memcpy(at, PyBytes_AS_STRING(data), (size_t)PyBytes_GET_SIZE(data));
+        at += PyBytes_GET_SIZE(data);
+    }
+    return at;
+}
+
+static PyObject *
+written(const Sent *sent, Py_ssize_t count, PyObject *name, PyObject *data)
+{
+    Py_ssize_t size = 2 + 3 + 2 + 2 * count + 2;
+    for (Py_ssize_t i = 0; i < count; i++)
+        size += 1 + PyBytes_GET_SIZE(sent[i].header);
+    if (name != NULL)
+        size += 1 + PyUnicode_GET_LENGTH(name);
+    if (data != NULL)
+        size += PyBytes_GET_SIZE(data);
+    PyObject *meta = PyBytes_FromStringAndSize(NULL, size);
+    if (meta == NULL)
+        return NULL;
+    char *start = PyBytes_AS_STRING(meta), *at = start;
+    *at++ = (char)count;
+    *at++ = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_ssize_t length = PyBytes_GET_SIZE(sent[i].header);
+        *at++ = sent[i].requires_grad ? REQUIRES_GRAD : 0;
+        memcpy(at, PyBytes_AS_STRING(sent[i].header), (size_t)length);
+        at += length;
+    }
+    at = put_tree(at, name, data, count);
+    _PyBytes_Resize(&meta, at - start);
+    return meta;
+}
+
+/* `tensors` is a list or a tuple. `name` and `data` are those of `put_tree`. */
+static PyObject *
+packed(PyObject *tensors, PyObject *name, PyObject *data)
+{
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors);
+    Sent sent[FEW] = {{0}};
+    PyObject *result = NULL;
+    int usual = count ? is_true(PyObject_CallNoArgs(in_dual_level)) : 0;
+    if (usual < 0)
+        return NULL;
+    usual = !usual;
+    for (Py_ssize_t i = 0; usual > 0 && i < count; i++) {
+        PyObject *tensor = PySequence_Fast_GET_ITEM(tensors, i);
+        Py_INCREF(tensor);
+        usual = describe(tensor, &sent[i]);
+        Py_DECREF(tensor);
+        if (PySequence_Fast_GET_SIZE(tensors) != count)
+            usual = 0;
+    }
+    if (usual < 0 && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        /* It looks like others and has no memory: a nested one, or one inside of a transform. */
+        PyErr_Clear();
+        usual = 0;
+    }
+    if (usual == 0 || (usual > 0 && !lie_apart(sent, count)))
+        result = Py_NewRef(Py_None);
+    else if (usual > 0) {
+        PyObject *buffers = PyList_New(count);
+        for (Py_ssize_t i = 0; buffers != NULL && i < count; i++)
+            PyList_SET_ITEM(buffers, i, Py_NewRef(sent[i].buffer));
+        PyObject *fields[4] = {
+            written(sent, count, name, data), PySequence_List(tensors), buffers, Py_NewRef(zero)};
+        result = named_tuple(packed_type, 4, fields);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_XDECREF(sent[i].header);
+        Py_XDECREF(sent[i].buffer);
+    }
+    return result;
+}
+
+static PyObject *
+pack_call(PyObject *call, PyObject *trust)
+{
+    PyObject *target = PyTuple_GET_ITEM(call, 0), *tensors = PyTuple_GET_ITEM(call, 1);
+    PyObject *kwargs = PyTuple_GET_ITEM(call, 2);
+    if (!PyTuple_CheckExact(tensors) || PyTuple_GET_SIZE(tensors) > FEW ||
+        !PyDict_CheckExact(kwargs) || PyDict_GET_SIZE(kwargs))
+        Py_RETURN_NONE;
+    int named = has_a_name(target);
+    if (named <= 0)
+        return named < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *name = PyObject_CallFunctionObjArgs(name_of, target, trust, NULL);
+    if (name == NULL)
+        return NULL;
+    PyObject *result = is_short(name) ? packed(tensors, name, NULL) : Py_NewRef(Py_None);
+    Py_DECREF(name);
+    return result;
+}
+
+static PyObject *
+pack_parcel(PyObject *parcel)
+{
+    PyObject *topic = PyTuple_GET_ITEM(parcel, 0), *data = PyTuple_GET_ITEM(parcel, 1);
+    PyObject *tensors = PyTuple_GET_ITEM(parcel, 2);
+    if (!is_short(topic) || !PyBytes_CheckExact(data) || PyBytes_GET_SIZE(data) > SMALL)
+        Py_RETURN_NONE;
+    if (!(PyList_CheckExact(tensors) || PyTuple_CheckExact(tensors)) ||
+        PySequence_Fast_GET_SIZE(tensors) > FEW)
+        Py_RETURN_NONE;
+    return packed(tensors, topic, data);
+}
+
+static PyObject *
+native_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "pack takes an object and a trust");
+        return NULL;
+    }
+    PyObject *obj = args[0];
+    if (PyTuple_CheckExact(obj) && PyTuple_GET_SIZE(obj) == 3)
+        return pack_call(obj, args[1]);
+    if ((PyObject *)Py_TYPE(obj) == parcel_type)
+        return pack_parcel(obj);
+    if ((PyObject *)Py_TYPE(obj) == tensor_type) {
+        PyObject *alone = PyTuple_Pack(1, obj);
+        PyObject *result = alone ? packed(alone, NULL, NULL) : NULL;
+        Py_XDECREF(alone);
+        return result;
+    }
+    if (obj == Py_None) {
+        const char none[3] = {0, 0, TAG_NONE};
+        PyObject *fields[4] = {
+            PyBytes_FromStringAndSize(none, 3), PyList_New(0), PyList_New(0), Py_NewRef(zero)};
+        return named_tuple(packed_type, 4, fields);
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- Unpacking ---- */
+
+/* What a message says of one tensor; owned. */
+typedef struct {
+    PyObject *layout;
+    int requires_grad;
+} Announced;
+
+/* Read the record at `*at` and compare it with its buffer: 1, 0 if it is not usual, -1 for an
+ * error. */
+static int
+read_record(const unsigned char *data, Py_ssize_t size, Py_ssize_t *at, Py_ssize_t most_dims,
+            PyObject *buffer, Announced *announced)
+{
+    Py_ssize_t start = *at + 1;
+    if (start + 2 > size)
+        return 0;
+    unsigned char flags = data[*at], dims = data[start + 1];
+    if (flags > REQUIRES_GRAD || dims >= STRIDED || dims > most_dims)
+        return 0;
+    Py_ssize_t end = start + 2 + 8 * dims;
+    if (end > size)
+        return 0;
+    PyObject *header = PyBytes_FromStringAndSize((const char *)data + start, end - start);
+    if (header == NULL)
+        return -1;
+    PyObject *layout = PyDict_GetItemWithError(by_header, header);
+    Py_DECREF(header);
+    if (layout == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    announced->layout = Py_NewRef(layout);
+    announced->requires_grad = flags;
+    int truth = flag(layout, str_castable);
+    if (truth <= 0)
+        return truth;
+    Py_ssize_t nbytes = number(layout, str_nbytes), length = PyObject_Size(buffer);
+    if (PyErr_Occurred())
+        return -1;
+    if (nbytes != length)
+        return 0;
+    if (flags) {
+        PyObject *dtype = PyObject_GetAttr(layout, str_dtype);
+        truth = dtype ? flag(dtype, str_is_floating_point) : -1;
+        Py_XDECREF(dtype);
+        if (truth <= 0)
+            return truth;
+    }
+    *at = end;
+    return 1;
+}
+
+static PyObject *
+made_tensor(const Announced *announced, PyObject *buffer)
+{
+    PyObject *shape = PyObject_GetAttr(announced->layout, str_shape);
+    PyObject *type = shape ? PyObject_GetAttr(announced->layout, str_array_type) : NULL;
+    PyObject *array = type ? PyObject_CallFunctionObjArgs(array_type_of, shape, type, buffer, NULL) : NULL;
+    PyObject *tensor = array ? PyObject_CallOneArg(from_numpy, array) : NULL;
+    Py_XDECREF(shape);
+    Py_XDECREF(type);
+    Py_XDECREF(array);
+    if (tensor != NULL && announced->requires_grad) {
+        PyObject *same = PyObject_CallMethodNoArgs(tensor, str_requires_grad_);
+        Py_DECREF(tensor);
+        tensor = same;
+    }
+    return tensor;
+}
+
+/* Where the tree's text lies, and what the tree is: its first tag, or -1. */
+static int
+read_tree(const unsigned char *data, Py_ssize_t size, Py_ssize_t at, Py_ssize_t count,
+          Py_ssize_t *text, Py_ssize_t *end)
+{
+    const unsigned char *tree = data + at;
+    Py_ssize_t left = size - at;
+    if (left == 2 && tree[0] == TAG_TENSOR && tree[1] == 0 && count == 1)
+        return TAG_TENSOR;
+    if (left >= 2 && tree[0] == TAG_PARCEL && tree[1] < SHORT && tree[1] <= left - 2) {
+        *text = at + 2;
+        *end = *text + tree[1];
+    }
+    else if (left >= 4 && tree[0] == TAG_TUPLE && tree[1] == 3 && tree[2] == TAG_NAMED &&
+             tree[3] < SHORT && left == 4 + tree[3] + 2 + 2 * count + 2) {
+        *text = at + 4;
+        *end = *text + tree[3];
+        const unsigned char *rest = data + *end;
+        if (rest[0] != TAG_TUPLE || rest[1] != count)
+            return -1;
+        for (Py_ssize_t i = 0; i < count; i++)
+            if (rest[2 + 2 * i] != TAG_TENSOR || rest[3 + 2 * i] != i)
+                return -1;
+        if (rest[2 + 2 * count] != TAG_DICT || rest[3 + 2 * count])
+            return -1;
+    }
+    else
+        return -1;
+    for (Py_ssize_t i = *text; i < *end; i++)
+        if (data[i] >= 0x80)
+            return -1;
+    return tree[0];
+}
+
+/* What is made of a whole message; takes the reference to `target`. */
+static PyObject *
+unpacked(int form, PyObject *target, PyObject *tensors, PyObject *data, Py_ssize_t end)
+{
+    if (form == TAG_TENSOR)
+        return PySequence_GetItem(tensors, 0);
+    if (form == TAG_PARCEL) {
+        PyObject *fields[3] = {
+            target,
+            PyBytes_FromStringAndSize(PyBytes_AS_STRING(data) + end, PyBytes_GET_SIZE(data) - end),
+            Py_NewRef(tensors)};
+        return named_tuple(parcel_type, 3, fields);
+    }
+    PyObject *arguments = PySequence_Tuple(tensors), *kwargs = PyDict_New(), *call = NULL;
+    if (arguments != NULL && kwargs != NULL)
+        call = PyTuple_Pack(3, target, arguments, kwargs);
+    Py_DECREF(target);
+    Py_XDECREF(arguments);
+    Py_XDECREF(kwargs);
+    return call;
+}
+
+static int
+within(PyObject *limits, PyObject *name, Py_ssize_t needed)
+{
+    Py_ssize_t limit = number(limits, name);
+    return limit == -1 && PyErr_Occurred() ? -1 : limit >= needed;
+}
+
+static PyObject *
+native_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 5 || !PyBytes_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "unpack takes bytes, buffers, a trust, limits, a function");
+        return NULL;
+    }
+    PyObject *message = args[0], *trust = args[2], *limits = args[3], *arrive = args[4];
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(message);
+    Py_ssize_t size = PyBytes_GET_SIZE(message), at = 2, text = 0, end = 0;
+    Announced announced[FEW] = {{0}};
+    PyObject *buffers = PySequence_Fast(args[1], "buffers come in a sequence");
+    if (buffers == NULL)
+        return NULL;
+    PyObject *result = not_quick, *tensors = NULL, *target = NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(buffers);
+    int going = size >= 3 && count <= FEW && data[0] == count && data[1] == 0;
+    int form = -1;
+    if (going && size == 3) {
+        /* All that is so short is None. */
+        going = count == 0 && data[2] == TAG_NONE;
+        form = TAG_NONE;
+    }
+    else if (going) {
+        going = within(limits, str_tensors, count);
+        Py_ssize_t dims = going > 0 && count ? number(limits, str_dims) : 0;
+        if (dims < 0)
+            going = -1;
+        for (Py_ssize_t i = 0; going > 0 && i < count; i++) {
+            PyObject *buffer = PySequence_Fast_GET_ITEM(buffers, i);
+            going = read_record(data, size, &at, dims, buffer, &announced[i]);
+        }
+        if (going > 0) {
+            form = read_tree(data, size, at, count, &text, &end);
+            going = form >= 0;
+        }
+        if (going > 0 && form == TAG_TUPLE) {
+            going = within(limits, str_items, 3 + count);
+            if (going > 0)
+                going = within(limits, str_depth, 2);
+        }
+    }
+    if (going <= 0) {
+        if (going < 0)
+            result = NULL;
+        goto done;
+    }
+    result = NULL;
+    if (form == TAG_TUPLE || form == TAG_PARCEL) {
+        target = PyUnicode_DecodeASCII((const char *)data + text, end - text, NULL);
+        if (form == TAG_TUPLE && target != NULL)
+            Py_SETREF(target, PyObject_CallFunctionObjArgs(object_named, target, trust, NULL));
+        if (target == NULL)
+            goto done;
+    }
+    if ((tensors = PyList_New(0)) == NULL)
+        goto done;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *tensor = made_tensor(&announced[i], PySequence_Fast_GET_ITEM(buffers, i));
+        int failed = tensor == NULL || PyList_Append(tensors, tensor) < 0;
+        Py_XDECREF(tensor);
+        if (failed)
+            goto done;
+    }
+    if (arrive != Py_None) {
+        Py_SETREF(tensors, PyObject_CallOneArg(arrive, tensors));
+        if (tensors == NULL)
+            goto done;
+    }
+    if (form == TAG_NONE)
+        result = Py_None;
+    else {
+        PyObject *made = unpacked(form, target, tensors, message, end);
+        target = NULL;
+        result = made;
+        goto owned;
+    }
+done:
+    Py_XINCREF(result);
+owned:
+    for (int i = 0; i < FEW; i++)
+        Py_XDECREF(announced[i].layout);
+    Py_XDECREF(target);
+    Py_XDECREF(tensors);
+    Py_DECREF(buffers);
+    return result;
+}
+
+/* ---- Frames ---- */
+
+static void
+put_u32(char *at, Py_ssize_t value)
+{
+    uint32_t number = (uint32_t)value;
+    memcpy(at, &number, 4);
+}
+
+static void
+put_u64(char *at, uint64_t value)
+{
+    memcpy(at, &value, 8);
+}
+
+static uint32_t
+get_u32(const char *at)
+{
+    uint32_t value;
+    memcpy(&value, at, 4);
+    return value;
+}
+
+static uint64_t
+get_u64(const char *at)
+{
+    uint64_t value;
+    memcpy(&value, at, 8);
+    return value;
+}
+
+/* The header, and the rows of so many views. */
+static char *
+put_head(char *at, int kind, uint64_t call_id, uint64_t seq, uint64_t ack, Py_ssize_t note,
+         Py_ssize_t meta, const Py_buffer *views, Py_ssize_t count, Py_ssize_t total)
+{
+    memset(at, 0, 4);
+    at[0] = (char)kind;
+    put_u32(at + 4, note);
+    put_u32(at + 8, count);
+    put_u32(at + 12, 0);
+    put_u32(at + 16, meta);
+    put_u64(at + 20, (uint64_t)total);
+    put_u64(at + 28, seq);
+    put_u64(at + 36, ack);
+    put_u64(at + 44, call_id);
+    at += HEADER;
+    for (Py_ssize_t i = 0; i < count; i++, at += ROW) {
+        put_u64(at, (uint64_t)views[i].len);
+        put_u64(at + 8, INLINE);
+    }
+    return at;
+}
+
+static char *
+put_bytes(char *at, const void *bytes, Py_ssize_t size)
+{
+    memcpy(at, bytes, (size_t)size);
+    return at + size;
+}
+
+static PyObject *
+native_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 7 || !PyBytes_Check(args[2]) || !PyBytes_Check(args[3])) {
+        PyErr_SetString(PyExc_TypeError,
+                        "frame takes kind, call id, note, meta, buffers, number, acknowledgement");
+        return NULL;
+    }
+    long kind = PyLong_AsLong(args[0]);
+    uint64_t call_id = PyLong_AsUnsignedLongLong(args[1]);
+    uint64_t seq = PyLong_AsUnsignedLongLong(args[5]), ack = PyLong_AsUnsignedLongLong(args[6]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_ssize_t note = PyBytes_GET_SIZE(args[2]), meta = PyBytes_GET_SIZE(args[3]);
+    PyObject *buffers = PySequence_Fast(args[4], "buffers come in a sequence"), *frame = NULL;
+    if (buffers == NULL)
+        return NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(buffers), seen = 0;
+    Py_buffer few[FEW], *views = count <= FEW ? few : PyMem_New(Py_buffer, count);
+    if (views == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    Py_ssize_t total = ROW * count + note + meta;
+    for (; seen < count; seen++) {
+        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(buffers, seen), &views[seen], PyBUF_SIMPLE))
+            goto done;
+        total += views[seen].len;
+    }
+    if (note > UINT32_MAX || meta > UINT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "a frame's metadata is longer than its header can say");
+        goto done;
+    }
+    frame = PyBytes_FromStringAndSize(NULL, HEADER + total);
+    if (frame == NULL)
+        goto done;
+    char *at = PyBytes_AS_STRING(frame);
+    at = put_head(at, (int)kind, call_id, seq, ack, note, meta, views, count, total);
+    at = put_bytes(at, PyBytes_AS_STRING(args[2]), note);
+    at = put_bytes(at, PyBytes_AS_STRING(args[3]), meta);
+    for (Py_ssize_t i = 0; i < count; i++)
+        at = put_bytes(at, views[i].buf, views[i].len);
+done:
+    while (seen > 0)
+        PyBuffer_Release(&views[--seen]);
+    if (views != few)
+        PyMem_Free(views);
+    Py_DECREF(buffers);
+    return frame;
+}
+
+/* The buffers of a frame, each in memory of its own; NULL without an error if one is elsewhere or
+ * they do not fill the frame. */
+static PyObject *
+own_buffers(const char *rows, Py_ssize_t count, const char *at, const char *end)
+{
+    for (Py_ssize_t i = 0, left = end - at; i <= count; i++) {
+        if (i == count) {
+            if (left)
+                return NULL;
+            break;
+        }
+        uint64_t size = get_u64(rows + ROW * i);
+        if (get_u64(rows + ROW * i + 8) != INLINE || size > (uint64_t)left)
+            return NULL;
+        left -= (Py_ssize_t)size;
+    }
+    PyObject *buffers = PyList_New(count);
+    for (Py_ssize_t i = 0; buffers != NULL && i < count; i++) {
+        Py_ssize_t size = (Py_ssize_t)get_u64(rows + ROW * i);
+        PyObject *buffer = PyByteArray_FromStringAndSize(at, size);
+        if (buffer == NULL) {
+            Py_DECREF(buffers);
+            return NULL;
+        }
+        PyList_SET_ITEM(buffers, i, buffer);
+        at += size;
+    }
+    return buffers;
+}
+
+/* The frame at the start of these bytes; NULL without an error if it is not here or not usual. */
+static PyObject *
+read_frame(const char *start, Py_ssize_t have, uint64_t most)
+{
+    if (have < HEADER)
+        return NULL;
+    int kind = (unsigned char)start[0];
+    uint64_t note = get_u32(start + 4), count = get_u32(start + 8), freed = get_u32(start + 12);
+    uint64_t meta = get_u32(start + 16), total = get_u64(start + 20);
+    if (kind < FIRST_KIND || kind > LAST_KIND || freed || total > most ||
+        total > (uint64_t)(have - HEADER) || ROW * count + note + meta > total)
+        return NULL;
+    const char *rows = start + HEADER, *at = rows + ROW * count;
+    PyObject *buffers = own_buffers(rows, (Py_ssize_t)count, at + note + meta, rows + total);
+    if (buffers == NULL)
+        return NULL;
+    PyObject *fields[5] = {PyLong_FromLong(kind), PyLong_FromUnsignedLongLong(get_u64(start + 44)),
+                           PyBytes_FromStringAndSize(at, (Py_ssize_t)note),
+                           PyBytes_FromStringAndSize(at + note, (Py_ssize_t)meta), buffers};
+    PyObject *parts[4] = {named_tuple(frame_type, 5, fields),
+                          PyLong_FromUnsignedLongLong(get_u64(start + 28)),
+                          PyLong_FromUnsignedLongLong(get_u64(start + 36)),
+                          PyLong_FromUnsignedLongLong(total)};
+    return named_tuple((PyObject *)&PyTuple_Type, 4, parts);
+}
+
+static PyObject *
+native_next_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 4) {
+        PyErr_SetString(PyExc_TypeError, "next_frame takes a window, its start, its end, a limit");
+        return NULL;
+    }
+    Py_ssize_t start = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
+    uint64_t most = PyLong_AsUnsignedLongLong(args[3]);
+    Py_buffer window;
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &window, PyBUF_SIMPLE))
+        return NULL;
+    PyObject *found = NULL;
+    if (0 <= start && start <= end && end <= window.len)
+        found = read_frame((const char *)window.buf + start, end - start, most);
+    PyBuffer_Release(&window);
+    if (found == NULL && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    return found;
+}
+
+/* ---- The module ---- */
+
+/* Found in other modules once, and kept for as long as the process lives. */
+static int
+find(const char *module, const char *name, PyObject **place)
+{
+    PyObject *imported = PyImport_ImportModule(module);
+    *place = imported ? PyObject_GetAttrString(imported, name) : NULL;
+    Py_XDECREF(imported);
+    return *place != NULL;
+}
+
+static int
+native_exec(PyObject *module)
+{
+#define INTERN(name) \
+    if ((str_##name = PyUnicode_InternFromString(#name)) == NULL) \
+        return -1;
+    NAMES(INTERN)
+    zero = PyLong_FromLong(0);
+    int found = zero != NULL && find("torch", "Tensor", &tensor_type) &&
+                find("torch", "strided", &strided) && find("torch", "from_numpy", &from_numpy) &&
+                find("numpy", "ndarray", &array_type_of) &&
+                find("telegrad.wire.layouts", "by_tensor", &by_tensor) &&
+                find("telegrad.wire.layouts", "by_header", &by_header) &&
+                find("telegrad.wire.names", "name_of", &name_of) &&
+                find("telegrad.wire.names", "object_named", &object_named) &&
+                find("telegrad.wire.torch_private", "in_dual_level", &in_dual_level) &&
+                find("telegrad.wire.torch_private", "is_zero_tensor", &is_zero_tensor) &&
+                find("telegrad.wire.frames", "Frame", &frame_type) &&
+                find("telegrad.wire.packed", "Packed", &packed_type) &&
+                find("telegrad.wire.parcel", "Parcel", &parcel_type) &&
+                find("telegrad.wire.packed", "NOT_QUICK", &not_quick);
+    return found ? 0 : -1;
+}
+
+static PyMethodDef methods[] = {
+    {"pack", (PyCFunction)(void (*)(void))native_pack, METH_FASTCALL,
+     "pack(obj, trust): the message, or None if it is not of a quick form"},
+    {"unpack", (PyCFunction)(void (*)(void))native_unpack, METH_FASTCALL,
+     "unpack(meta, buffers, trust, limits, arrive): what it holds, or NOT_QUICK"},
+    {"frame", (PyCFunction)(void (*)(void))native_frame, METH_FASTCALL,
+     "frame(kind, call_id, note, meta, buffers, seq, ack): the bytes of a frame"},
+    {"next_frame", (PyCFunction)(void (*)(void))native_next_frame, METH_FASTCALL,
+     "next_frame(window, start, end, most): (frame, seq, ack, total), or None"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
+
+static struct PyModuleDef native = {
+    PyModuleDef_HEAD_INIT, "telegrad.wire._native", "Short cuts of the codec and of frames.", 0,
+    methods, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC
+PyInit__native(void)
+{
+    return PyModuleDef_Init(&native);
+}

@@ -1,0 +1,30 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.wire.frames import Frame
+from telegrad.wire.packed import Packed
+from telegrad.wire.primitives import ByteBuffer
+from telegrad.wire.trust import Limits, Trust
+
+def pack(obj: Any, trust: Trust) -> Packed | None: ...
+def unpack(
+    meta: bytes,
+    buffers: Sequence[ByteBuffer],
+    trust: Trust,
+    limits: Limits,
+    arrive: Callable[[list[Tensor]], list[Tensor]] | None,
+) -> Any: ...
+def frame(
+    kind: int,
+    call_id: int,
+    note: bytes,
+    meta: bytes,
+    buffers: Sequence[memoryview],
+    seq: int,
+    ack: int,
+) -> bytes: ...
+def next_frame(
+    window: memoryview, start: int, end: int, most: int
+) -> tuple[Frame, int, int, int] | None: ...

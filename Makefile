@@ -11,7 +11,7 @@ JOBS   ?= 2
 
 .PHONY: help test unit demo lint format types bench bench-hop bench-cold bench-step bench-floor bench-threads bench-scaling bytecodes dry-run bench-rpc \
         bench-autograd bench-tensors bench-train bench-compile bench-tls bench-faults compile-report programs \
-        fuzz strangers liars withstanding chaos soak conformance ecosystem slow clean
+        fuzz sanitize strangers liars withstanding chaos soak conformance ecosystem slow clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -94,6 +94,21 @@ withstanding: $(READY)  ## load, faults and bad inputs in one run beside stock: 
 
 liars: $(READY)  ## members of a job that takes data only, who say anything but what they should
 	$(BIN)/python -m tests.rpc.liars $(ARGS)
+
+# Beside the tree and not in it: what is used elsewhere stays as it is.
+SANITIZED := build/sanitized
+sanitize: $(READY)  ## the compiled short cuts under AddressSanitizer and UBSan
+	rm -rf $(SANITIZED)
+	mkdir -p $(SANITIZED)
+	cp -r src tests pyproject.toml $(SANITIZED)
+	$(CC) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover -std=c11 -fPIC -shared \
+	  -I$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('include'))") \
+	  src/telegrad/wire/_native.c \
+	  -o $(SANITIZED)/src/telegrad/wire/_native$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
+	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=src:. \
+	  LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+	  ../../$(BIN)/pytest -q -p no:cacheprovider tests/wire/test_quick.py \
+	  tests/wire/test_codec_hostile.py tests/wire/test_link.py
 
 bench-tls: $(READY)  ## calls over TCP in the clear and under TLS, interleaved
 	$(BIN)/python -m benchmarks.tls $(ARGS)

@@ -5,6 +5,7 @@ Without a compiler telegrad is built all the same, and takes longer for small me
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path("src/telegrad/wire/_native.c")
+OPTIONS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fPIC", "-shared")
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
@@ -33,15 +35,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         target.unlink(missing_ok=True)
         compiler = str(sysconfig.get_config_var("CC") or "cc").split()
         include = sysconfig.get_path("include")
-        options = [
-            "-O3",
-            "-std=c11",
-            "-Wall",
-            "-Wextra",
-            "-Wno-unused-parameter",
-            "-fPIC",
-            "-shared",
-        ]
+        options = [*OPTIONS, *os.environ.get("CFLAGS", "").split()]
         command = [*compiler, *options, f"-I{include}", str(source), "-o", str(target)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from telegrad.wire import quick
 from telegrad.wire.address import UnixAddress, listen, private_directory
 from telegrad.wire.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, JobKeyError, key_from_environment
 
@@ -75,6 +76,12 @@ def _torch() -> str:
     if (major, minor) < (2, 13):
         raise _NotGood(torch.__version__, f"install torch {_DEVELOPED_ON} or later")
     return torch.__version__
+
+
+def _short_cuts() -> str:
+    if quick.BUILT:
+        return "compiled"
+    return "not compiled: small messages take longer; install telegrad where there is a C compiler"
 
 
 def _torch_distributed() -> str:
@@ -154,6 +161,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "python": _python,
     "torch": _torch,
     "torch.distributed": _torch_distributed,
+    "short cuts": _short_cuts,
     "unix sockets": _unix_sockets,
     "shared memory": _shared_memory,
     "/proc": _proc,

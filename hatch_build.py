@@ -32,15 +32,20 @@ class NativeBuildHook(BuildHookInterface[Any]):
 
     def _compile(self, source: Path, target: Path) -> str | None:
         """What went wrong, if anything did; then no library of an earlier build is left either."""
-        target.unlink(missing_ok=True)
-        compiler = str(sysconfig.get_config_var("CC") or "cc").split()
-        include = sysconfig.get_path("include")
+        compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
         options = [*OPTIONS, *os.environ.get("CFLAGS", "").split()]
-        command = [*compiler, *options, f"-I{include}", str(source), "-o", str(target)]
+        include = sysconfig.get_path("include")
+        made = target.with_suffix(".new")
+        command = [*compiler, *options, f"-I{include}", str(source), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            return str(error)
-        if done.stderr:
-            self.app.display_warning(done.stderr)
-        return None if done.returncode == 0 else f"{compiler[0]} ended with {done.returncode}"
+            problem: str | None = str(error)
+        else:
+            problem = f"{done.stderr}{compiler[0]} ended with {done.returncode}"
+            if done.returncode == 0:
+                # In one step: processes that run have the old one open.
+                made.replace(target)
+                return None
+        target.unlink(missing_ok=True)
+        return problem

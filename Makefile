@@ -142,6 +142,7 @@ slow: $(READY)  ## the tests that are too long for make test
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) $(ECOSYSTEM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f src/telegrad/wire/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements-dev.txt hatch_build.py src/telegrad/wire/_native.c

@@ -5,6 +5,7 @@ Without a compiler telegrad is built all the same, and takes longer for small me
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sysconfig
@@ -35,7 +36,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
         options = [*OPTIONS, *os.environ.get("CFLAGS", "").split()]
         include = sysconfig.get_path("include")
-        made = target.with_suffix(".new")
+        made = target.with_suffix(f".{os.getpid()}")
         command = [*compiler, *options, f"-I{include}", str(source), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -47,5 +48,6 @@ class NativeBuildHook(BuildHookInterface[Any]):
                 # In one step: processes that run have the old one open.
                 made.replace(target)
                 return None
-        target.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            target.unlink(missing_ok=True)
         return problem

@@ -1,10 +1,12 @@
 """How many instructions of Python a piece of work takes: `python -m benchmarks.bytecodes`.
 
 Times on a shared machine differ by a tenth from one minute to the next; the instructions that the
-interpreter runs do not. So whether a change makes a hop or a step shorter is told by this
-program, and by how much by the others. Instructions are counted on the thread that runs the work
-and on those that serve it, after enough runs that nothing is done for the first time. Looking for
-the next message is left out: how often a thread looks depends on how long it waits.
+interpreter runs do not. So whether a change makes a hop or a step shorter is told by this program,
+and by how much by the others. Instructions are counted on the thread that runs the work and, on
+each worker, on the one that serves the driver; what other threads do there is not seen. They are
+counted after enough runs that nothing is done for the first time, without those of looking for the
+next message: how often a thread looks depends on how long it waits. Each worker's count includes
+what it takes to begin and to end the counting, as is shown where it has no part in the work.
 """
 
 from __future__ import annotations

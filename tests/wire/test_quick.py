@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,10 +18,13 @@ import torch
 from telegrad.wire import codec, quick
 from telegrad.wire.codec import CodecError, Packed, Trust, pack, unpack
 from telegrad.wire.frames import Frame, Kind, whole
+from telegrad.wire.layouts import DTYPE_CODES
 from telegrad.wire.packed import NOT_QUICK
 from telegrad.wire.parcel import Parcel
 from telegrad.wire.tags import Tag
 from telegrad.wire.trust import LIMITS
+
+pytestmark = pytest.mark.skipif(not quick.BUILT, reason="the short cuts were not compiled")
 
 SMALL = 1 << 13
 """Bytes of a tensor that are copied sooner than described."""
@@ -322,3 +328,106 @@ def test_no_object_is_kept_or_lost_by_short_cuts() -> None:
     assert [abs(sys.getrefcount(o) - b) < 20 for o, b in zip(objects, before, strict=True)] == [
         True
     ] * len(objects)
+
+
+def test_a_list_that_is_changed_while_it_is_packed_is_packed_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = [weights(), torch.ones(3)]
+    pack(Parcel("a.topic", b"", tensors))
+
+    class Level:
+        def __ge__(self, other: object) -> bool:
+            tensors.clear()
+            return False
+
+    monkeypatch.setattr(torch.autograd.forward_ad, "_current_level", Level())
+    packed = quick_pack(Parcel("a.topic", b"", tensors), Trust.CODE)
+    assert not tensors
+    assert packed is not None
+    assert len(packed.buffers) == 2
+
+
+def test_buffers_that_are_taken_away_while_they_are_unpacked_are_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = pack((torch.add, (torch.arange(3.0), torch.ones(3)), {}))
+    unpack(packed.meta, buffers_of(packed))
+    buffers = buffers_of(packed)
+
+    class Module(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            buffers.clear()
+            return print
+
+    monkeypatch.setitem(sys.modules, "clears", Module("clears"))
+    start = packed.meta.index(bytes((Tag.TUPLE, 3, Tag.NAMED)))
+    end = packed.meta.index(bytes((Tag.TUPLE, 2, Tag.TENSOR, 0)))
+    name = b"clears:buffers"
+    call = bytes((Tag.TUPLE, 3, Tag.NAMED, len(name))) + name
+    message = packed.meta[:start] + call + packed.meta[end:]
+    target, (first, second), _ = quick_unpack(message, buffers, Trust.CODE, LIMITS, None)
+    assert target is print
+    assert not buffers
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2], [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "taken"),
+    [
+        ("dims", -1, False),
+        ("dims", 0, False),
+        ("dims", 1 << 64, True),
+        ("tensors", 0, False),
+        ("tensors", -1, False),
+        ("tensors", 1 << 64, True),
+        ("tensors", math.inf, True),
+        ("items", 2, False),
+        ("items", 1 << 64, True),
+        ("depth", 1, False),
+    ],
+)
+def test_limits_are_those_of_the_long_way(limit: str, value: Any, taken: bool) -> None:
+    packed = pack((echo, (weights(),), {}))
+    unpack(packed.meta, buffers_of(packed))
+    limits = replace(LIMITS, **{limit: value})
+    if taken:
+        read = quick_unpack(packed.meta, buffers_of(packed), Trust.CODE, limits, None)
+        assert shown(read) == shown((echo, (weights(),), {}))
+    else:
+        with pytest.raises(CodecError):
+            unpack(packed.meta, buffers_of(packed), limits=limits)
+
+
+def test_a_tensor_that_cannot_be_made_is_refused_as_by_the_long_way() -> None:
+    dims = 65  # numpy and torch end at 64.
+    record = bytes((0, DTYPE_CODES[torch.float32], dims)) + (1).to_bytes(8, "little") * dims
+    message = bytes((1, 0)) + record + bytes((Tag.TENSOR, 0))
+    for _ in range(2):
+        with pytest.raises(CodecError, match="cannot be read"):
+            unpack(message, [bytearray(4)], limits=replace(LIMITS, dims=100))
+
+
+def test_a_frame_of_what_is_not_bytes_is_written_all_the_same() -> None:
+    arguments = (bytearray(b"note"), memoryview(b"meta"), [memoryview(b"abc")])
+    expected = whole(1, 2, b"note", b"meta", [memoryview(b"abc")], 3, 4)
+    assert quick.frame(1, 2, *arguments, 3, 4) == expected
+    for kind in (-1, 256):
+        with pytest.raises(OverflowError):
+            quick.frame(kind, 2, *arguments, 3, 4)
+
+
+ANEW = """
+import importlib, sys
+import telegrad.wire.layouts
+del telegrad.wire.layouts.by_header
+for name in ("quick", "_native"):
+    del sys.modules[f"telegrad.wire.{name}"]
+    delattr(telegrad.wire, name)
+print(importlib.import_module("telegrad.wire.quick").BUILT)
+"""
+
+
+def test_short_cuts_of_another_version_are_not_used() -> None:
+    run = subprocess.run([sys.executable, "-c", ANEW], capture_output=True, text=True)
+    assert run.stdout.strip() == "False", run.stderr

@@ -432,3 +432,20 @@ def test_a_tangent_of_forward_mode_is_refused_and_not_lost() -> None:
             with pytest.raises(Unpackable, match="tangent of forward-mode"):
                 pack(message)
         assert pack(torch.ones(2)).tensors
+
+
+def test_a_tensor_inside_of_functionalize_has_no_bytes_to_send() -> None:
+    """Torch gives an address for it, at which something else is."""
+    refused = []
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        assert torch_private.is_functional(x)
+        for value in (x, [x], x[1:]):
+            with pytest.raises(Unpackable, match="from outside of the transform"):
+                pack(value)
+            refused.append(value)
+        return x.sum()
+
+    assert not torch_private.is_functional(torch.ones(3))
+    torch.func.functionalize(inside)(torch.ones(3))
+    assert len(refused) == 3

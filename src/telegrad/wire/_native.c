@@ -10,10 +10,12 @@
  *
  * What is not of such a form, or looks wrong in any way, is left to the Python code: `pack` and
  * `next_frame` then give None and `unpack` gives NOT_QUICK, with nothing done. So this file need
- * not be built, and nothing changes but the time that a small message takes.
+ * not be built: small messages only take longer then.
  *
  * What must never happen: that a byte is read outside of the message or of a tensor's storage. All
- * numbers that a message holds are compared with what is left of it before they are used.
+ * numbers that a message holds are compared with what is left of it before they are used. And what
+ * is called here may run any code, which may change every list that others know of: what is walked
+ * through is a tuple, or a list that nobody else has.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -336,25 +338,19 @@ written(const Sent *sent, Py_ssize_t count, PyObject *name, PyObject *data)
     return meta;
 }
 
-/* `tensors` is a list or a tuple. `name` and `data` are those of `put_tree`. */
+/* `tensors` is a tuple. `name` and `data` are those of `put_tree`. */
 static PyObject *
 packed(PyObject *tensors, PyObject *name, PyObject *data)
 {
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors);
+    Py_ssize_t count = PyTuple_GET_SIZE(tensors);
     Sent sent[FEW] = {{0}};
     PyObject *result = NULL;
     int usual = count ? is_true(PyObject_CallNoArgs(in_dual_level)) : 0;
     if (usual < 0)
         return NULL;
     usual = !usual;
-    for (Py_ssize_t i = 0; usual > 0 && i < count; i++) {
-        PyObject *tensor = PySequence_Fast_GET_ITEM(tensors, i);
-        Py_INCREF(tensor);
-        usual = describe(tensor, &sent[i]);
-        Py_DECREF(tensor);
-        if (PySequence_Fast_GET_SIZE(tensors) != count)
-            usual = 0;
-    }
+    for (Py_ssize_t i = 0; usual > 0 && i < count; i++)
+        usual = describe(PyTuple_GET_ITEM(tensors, i), &sent[i]);
     if (usual < 0 && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         /* It looks like others and has no memory: a nested one, or one inside of a transform. */
         PyErr_Clear();
@@ -403,10 +399,12 @@ pack_parcel(PyObject *parcel)
     PyObject *tensors = PyTuple_GET_ITEM(parcel, 2);
     if (!is_short(topic) || !PyBytes_CheckExact(data) || PyBytes_GET_SIZE(data) > SMALL)
         Py_RETURN_NONE;
-    if (!(PyList_CheckExact(tensors) || PyTuple_CheckExact(tensors)) ||
-        PySequence_Fast_GET_SIZE(tensors) > FEW)
-        Py_RETURN_NONE;
-    return packed(tensors, topic, data);
+    if ((tensors = PySequence_Tuple(tensors)) == NULL)
+        return NULL;
+    PyObject *result =
+        PyTuple_GET_SIZE(tensors) <= FEW ? packed(tensors, topic, data) : Py_NewRef(Py_None);
+    Py_DECREF(tensors);
+    return result;
 }
 
 static PyObject *
@@ -444,21 +442,33 @@ typedef struct {
     int requires_grad;
 } Announced;
 
+/* Whether a limit allows for so many: 1, 0, or -1 with an error set. */
+static int
+within(PyObject *limits, PyObject *name, Py_ssize_t needed)
+{
+    PyObject *limit = PyObject_GetAttr(limits, name), *number = PyLong_FromSsize_t(needed);
+    int truth = limit && number ? PyObject_RichCompareBool(limit, number, Py_GE) : -1;
+    Py_XDECREF(limit);
+    Py_XDECREF(number);
+    return truth;
+}
+
 /* Read the record at `*at` and compare it with its buffer: 1, 0 if it is not usual, -1 for an
  * error. */
 static int
-read_record(const unsigned char *data, Py_ssize_t size, Py_ssize_t *at, Py_ssize_t most_dims,
+read_record(const unsigned char *data, Py_ssize_t size, Py_ssize_t *at, PyObject *limits,
             PyObject *buffer, Announced *announced)
 {
     Py_ssize_t start = *at + 1;
     if (start + 2 > size)
         return 0;
     unsigned char flags = data[*at], dims = data[start + 1];
-    if (flags > REQUIRES_GRAD || dims >= STRIDED || dims > most_dims)
-        return 0;
     Py_ssize_t end = start + 2 + 8 * dims;
-    if (end > size)
+    if (flags > REQUIRES_GRAD || dims >= STRIDED || end > size)
         return 0;
+    int truth = within(limits, str_dims, dims);
+    if (truth <= 0)
+        return truth;
     PyObject *header = PyBytes_FromStringAndSize((const char *)data + start, end - start);
     if (header == NULL)
         return -1;
@@ -468,8 +478,7 @@ read_record(const unsigned char *data, Py_ssize_t size, Py_ssize_t *at, Py_ssize
         return PyErr_Occurred() ? -1 : 0;
     announced->layout = Py_NewRef(layout);
     announced->requires_grad = flags;
-    int truth = flag(layout, str_castable);
-    if (truth <= 0)
+    if ((truth = flag(layout, str_castable)) <= 0)
         return truth;
     Py_ssize_t nbytes = number(layout, str_nbytes), length = PyObject_Size(buffer);
     if (PyErr_Occurred())
@@ -561,13 +570,6 @@ unpacked(int form, PyObject *target, PyObject *tensors, PyObject *data, Py_ssize
     return call;
 }
 
-static int
-within(PyObject *limits, PyObject *name, Py_ssize_t needed)
-{
-    Py_ssize_t limit = number(limits, name);
-    return limit == -1 && PyErr_Occurred() ? -1 : limit >= needed;
-}
-
 static PyObject *
 native_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -579,11 +581,11 @@ native_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(message);
     Py_ssize_t size = PyBytes_GET_SIZE(message), at = 2, text = 0, end = 0;
     Announced announced[FEW] = {{0}};
-    PyObject *buffers = PySequence_Fast(args[1], "buffers come in a sequence");
+    PyObject *buffers = PySequence_Tuple(args[1]);
     if (buffers == NULL)
         return NULL;
     PyObject *result = not_quick, *tensors = NULL, *target = NULL;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(buffers);
+    Py_ssize_t count = PyTuple_GET_SIZE(buffers);
     int going = size >= 3 && count <= FEW && data[0] == count && data[1] == 0;
     int form = -1;
     if (going && size == 3) {
@@ -593,12 +595,9 @@ native_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     else if (going) {
         going = within(limits, str_tensors, count);
-        Py_ssize_t dims = going > 0 && count ? number(limits, str_dims) : 0;
-        if (dims < 0)
-            going = -1;
         for (Py_ssize_t i = 0; going > 0 && i < count; i++) {
-            PyObject *buffer = PySequence_Fast_GET_ITEM(buffers, i);
-            going = read_record(data, size, &at, dims, buffer, &announced[i]);
+            PyObject *buffer = PyTuple_GET_ITEM(buffers, i);
+            going = read_record(data, size, &at, limits, buffer, &announced[i]);
         }
         if (going > 0) {
             form = read_tree(data, size, at, count, &text, &end);
@@ -626,7 +625,13 @@ native_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if ((tensors = PyList_New(0)) == NULL)
         goto done;
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *tensor = made_tensor(&announced[i], PySequence_Fast_GET_ITEM(buffers, i));
+        PyObject *tensor = made_tensor(&announced[i], PyTuple_GET_ITEM(buffers, i));
+        if (tensor == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
+            /* The long way says what is wrong with it. */
+            PyErr_Clear();
+            result = not_quick;
+            goto done;
+        }
         int failed = tensor == NULL || PyList_Append(tensors, tensor) < 0;
         Py_XDECREF(tensor);
         if (failed)
@@ -687,40 +692,33 @@ get_u64(const char *at)
     return value;
 }
 
-/* The header, and the rows of so many views. */
+/* The header, and a row for each view but the first two, which are note and meta. */
 static char *
-put_head(char *at, int kind, uint64_t call_id, uint64_t seq, uint64_t ack, Py_ssize_t note,
-         Py_ssize_t meta, const Py_buffer *views, Py_ssize_t count, Py_ssize_t total)
+put_head(char *at, int kind, uint64_t call_id, uint64_t seq, uint64_t ack, const Py_buffer *views,
+         Py_ssize_t count, Py_ssize_t total)
 {
     memset(at, 0, 4);
     at[0] = (char)kind;
-    put_u32(at + 4, note);
+    put_u32(at + 4, views[0].len);
     put_u32(at + 8, count);
     put_u32(at + 12, 0);
-    put_u32(at + 16, meta);
+    put_u32(at + 16, views[1].len);
     put_u64(at + 20, (uint64_t)total);
     put_u64(at + 28, seq);
     put_u64(at + 36, ack);
     put_u64(at + 44, call_id);
     at += HEADER;
     for (Py_ssize_t i = 0; i < count; i++, at += ROW) {
-        put_u64(at, (uint64_t)views[i].len);
+        put_u64(at, (uint64_t)views[2 + i].len);
         put_u64(at + 8, INLINE);
     }
     return at;
 }
 
-static char *
-put_bytes(char *at, const void *bytes, Py_ssize_t size)
-{
-    memcpy(at, bytes, (size_t)size);
-    return at + size;
-}
-
 static PyObject *
 native_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 7 || !PyBytes_Check(args[2]) || !PyBytes_Check(args[3])) {
+    if (nargs != 7) {
         PyErr_SetString(PyExc_TypeError,
                         "frame takes kind, call id, note, meta, buffers, number, acknowledgement");
         return NULL;
@@ -728,37 +726,35 @@ native_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     long kind = PyLong_AsLong(args[0]);
     uint64_t call_id = PyLong_AsUnsignedLongLong(args[1]);
     uint64_t seq = PyLong_AsUnsignedLongLong(args[5]), ack = PyLong_AsUnsignedLongLong(args[6]);
-    if (PyErr_Occurred())
-        return NULL;
-    Py_ssize_t note = PyBytes_GET_SIZE(args[2]), meta = PyBytes_GET_SIZE(args[3]);
-    PyObject *buffers = PySequence_Fast(args[4], "buffers come in a sequence"), *frame = NULL;
+    PyObject *buffers = PyErr_Occurred() ? NULL : PySequence_Tuple(args[4]), *frame = NULL;
     if (buffers == NULL)
         return NULL;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(buffers), seen = 0;
-    Py_buffer few[FEW], *views = count <= FEW ? few : PyMem_New(Py_buffer, count);
+    /* Note and meta come first, and then the buffers. */
+    Py_ssize_t count = PyTuple_GET_SIZE(buffers), total = ROW * count, seen = 0;
+    Py_buffer few[2 + FEW], *views = count <= FEW ? few : PyMem_New(Py_buffer, 2 + count);
     if (views == NULL) {
         PyErr_NoMemory();
         goto done;
     }
-    Py_ssize_t total = ROW * count + note + meta;
-    for (; seen < count; seen++) {
-        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(buffers, seen), &views[seen], PyBUF_SIMPLE))
+    for (; seen < 2 + count; seen++) {
+        PyObject *part = seen < 2 ? args[2 + seen] : PyTuple_GET_ITEM(buffers, seen - 2);
+        if (PyObject_GetBuffer(part, &views[seen], PyBUF_SIMPLE))
             goto done;
         total += views[seen].len;
     }
-    if (note > UINT32_MAX || meta > UINT32_MAX) {
-        PyErr_SetString(PyExc_OverflowError, "a frame's metadata is longer than its header can say");
+    if (kind < 0 || kind > UINT8_MAX || views[0].len > UINT32_MAX || views[1].len > UINT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "a frame has more to say than fits its header");
         goto done;
     }
     frame = PyBytes_FromStringAndSize(NULL, HEADER + total);
     if (frame == NULL)
         goto done;
     char *at = PyBytes_AS_STRING(frame);
-    at = put_head(at, (int)kind, call_id, seq, ack, note, meta, views, count, total);
-    at = put_bytes(at, PyBytes_AS_STRING(args[2]), note);
-    at = put_bytes(at, PyBytes_AS_STRING(args[3]), meta);
-    for (Py_ssize_t i = 0; i < count; i++)
-        at = put_bytes(at, views[i].buf, views[i].len);
+    at = put_head(at, (int)kind, call_id, seq, ack, views, count, total);
+    for (Py_ssize_t i = 0; i < seen; i++) {
+        memcpy(at, views[i].buf, (size_t)views[i].len);
+        at += views[i].len;
+    }
 done:
     while (seen > 0)
         PyBuffer_Release(&views[--seen]);
@@ -878,6 +874,8 @@ native_exec(PyObject *module)
                 find("telegrad.wire.packed", "Packed", &packed_type) &&
                 find("telegrad.wire.parcel", "Parcel", &parcel_type) &&
                 find("telegrad.wire.packed", "NOT_QUICK", &not_quick);
+    if (!found && PyErr_ExceptionMatches(PyExc_AttributeError))
+        PyErr_SetString(PyExc_ImportError, "it was compiled for another version of telegrad");
     return found ? 0 : -1;
 }
 

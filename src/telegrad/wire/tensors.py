@@ -122,6 +122,8 @@ def _write_record(
             "it has a tangent of forward-mode differentiation, which calls do not carry; send its "
             "primal"
         )
+    if torch_private.is_functional(tensor):
+        raise _without_bytes(tensor)
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is Parameter:
         flags |= _PARAMETER

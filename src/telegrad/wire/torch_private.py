@@ -24,6 +24,11 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 """Whether it is one of autograd's zeros that have a shape and no memory."""
 
 
+is_functional: Callable[[torch.Tensor], bool] = torch._is_functional_tensor
+"""Whether it stands for another tensor: its own memory, of which torch speaks freely, is not there.
+So it is inside of `torch.func.functionalize`."""
+
+
 def in_dual_level() -> bool:
     """Whether tensors may have tangents: inside of `torch.autograd.forward_ad.dual_level()`."""
     return forward_ad._current_level >= 0

@@ -7,9 +7,10 @@ what keeps a hostile one from filling the memory of the rest, so they are much t
 
 from __future__ import annotations
 
-import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from telegrad.rpc.errors import Refused
 from telegrad.wire import frames, trust
@@ -107,16 +108,20 @@ class Ledger:
         self._most = most
         self._me = me
         self._name = name
-        self._lock = threading.Lock()
-        self._counts: dict[int, int] = {}
+        self._kept: defaultdict[int, list[None]] = defaultdict(list)
+        """For each worker as many as are kept for it. Nearly every message is counted, on any
+        thread: to append to a list, or to cut it, is one step and needs no lock. Two that come for
+        the last place at once may both be refused."""
 
     def charge(self, worker: int) -> None:
         """One more is kept for that worker; raises if it is one too many."""
-        with self._lock:
-            count = self._counts.get(worker, 0)
-            if count < self._most:
-                self._counts[worker] = count + 1
-                return
+        kept = self._kept[worker]
+        kept.append(None)
+        if len(kept) > self._most:
+            kept.pop()
+            self._refuse(worker)
+
+    def _refuse(self, worker: int) -> NoReturn:
         raise Refused(
             f"worker {self._me!r} keeps {self._most} {self._kind} for worker "
             f"{self._name(worker)!r} and takes no more: let go of some of them, or raise "
@@ -125,15 +130,10 @@ class Ledger:
 
     def credit(self, worker: int, count: int = 1) -> None:
         """What was kept for that worker is gone."""
-        with self._lock:
-            left = self._counts.get(worker, 0) - count
-            if left > 0:
-                self._counts[worker] = left
-            else:
-                self._counts.pop(worker, None)
+        del self._kept[worker][-count:]
 
     def count(self, worker: int) -> int:
-        return self._counts.get(worker, 0)
+        return len(self._kept[worker])
 
 
 def unlimited() -> Ledger:

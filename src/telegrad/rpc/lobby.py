@@ -9,8 +9,10 @@ So a link that has been read to its end is *admitted* here, and the thread that 
 waits for all links at once and leads the first that has something. There is one host at a time; a
 thread that finds one goes home. While the host serves a request, nobody is here: then the watch is
 told to notice the next bytes, and sends a thread. So requests of different links run at the same
-time, and a thread is woken for that only if there is something to do. Where one link alone brings
-one request after the other, its reader waits for the next by itself.
+time, and a thread is woken for that only if there is something to do. The watch is told by whoever
+leaves, in one step with the leaving: until the next one hosts, it waits or has sent a thread, and
+who admits a link need not see to it. Where one link alone brings one request after the other, its
+reader waits for the next by itself.
 
 Bytes are noticed once for each admission (EPOLLONESHOT): of several threads that wait, or look, one
 is given the link. What must never happen: a link that nobody leads and that is not here, or a link
@@ -53,7 +55,7 @@ class Lobby:
         self._last = -1
         self._found: list[tuple[int, int]] = []
         self._lookout = Lookout(self._look)
-        watch.register(self._descriptor, self._noticed, _NOTHING)
+        watch.register(self._descriptor, self._noticed, READABLE)
 
     def served(self, worker: int) -> bool:
         """A request of a worker is being served. Whether the one before was another's."""
@@ -75,11 +77,7 @@ class Lobby:
             self._links.pop(descriptor, None)
             return False
         except ValueError:
-            return True  # This worker has left.
-        if not self._hosted:
-            with self._lock:
-                if not self._hosted:
-                    self._watch.look_for(self._descriptor, READABLE)
+            pass  # This worker has left.
         return True
 
     def forget(self, link: Incoming, descriptor: int) -> None:

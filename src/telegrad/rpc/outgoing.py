@@ -42,6 +42,7 @@ from telegrad.wire.codec import Packed
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.link import Link, LinkBroken, LinkClosed
+from telegrad.wire.receiving import ACK_BYTES, ACK_FRAMES
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -52,8 +53,8 @@ MAX_CALLS_IN_FLIGHT = 8192
 BACKLOG = 32
 MOST_LANES = 8
 PAUSE_FOR_ROOM = 0.001
-MUCH_KEPT = 64
-"""Frames that the other end has not acknowledged, as far as has been read."""
+HEAVY = 1 << 16
+"""Bytes of a message whose memory is to be had back soon."""
 
 
 class Outgoing:
@@ -440,8 +441,11 @@ class Outgoing:
         # It has no reply that would be waited for, and read: who only posts has to look himself for
         # the memory that is given back and what is acknowledged. While a call is under way somebody
         # reads.
+        session = self.link.session
         if (
-            packed.buffers or self.link.session.kept_frames >= MUCH_KEPT
+            session.kept_frames >= ACK_FRAMES
+            or session.kept_bytes >= ACK_BYTES
+            or (packed.buffers and weigh(packed) >= HEAVY)
         ) and not self.agent.node.calls.expects(self._worker):
             self._read_aside(self._take_up)
         self.link.send(

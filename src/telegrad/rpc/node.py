@@ -565,6 +565,11 @@ class Node:
             reason = f"{reason}; {self.none_returns}"
         return WorkerLost.of(self.members.name(worker), reason)
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether any worker is lost."""
+        return bool(self._lost)
+
     def is_lost(self, worker: int) -> bool:
         return worker in self._lost
 

@@ -55,6 +55,7 @@ from telegrad.rpc.results import Finish
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
 
+_ABSENT = object()
 PATIENCE_WITH_LANES = 1.0
 PATIENCE_WITH_PROMISE = 60.0
 """Seconds by which the request that makes a value may come later than a reference to it; and by
@@ -328,6 +329,9 @@ class Values:
 
     def find(self, reference: ReferenceId) -> tuple[bool, object, BaseException | None]:
         """Whether an owned value need not be waited for; then the value, or what went wrong."""
+        value = self._stored.get(reference, _ABSENT)
+        if value is not _ABSENT:
+            return True, value, None
         with self._guard:
             state = self._core.state(reference)
             if state is State.PENDING or state is State.PROMISED:

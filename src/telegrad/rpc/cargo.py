@@ -10,7 +10,7 @@ number is bounded anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
 from threading import Lock
 
 from telegrad.wire.codec import Packed
@@ -36,10 +36,10 @@ def weigh_arrived(frame: Frame) -> int:
 
 
 class Cargo:
-    """`is_open(call_id)` tells whether a call is still not settled; the callee takes `allowed`."""
+    """`opened` has the numbers of the calls that are not settled; the callee takes `allowed`."""
 
-    def __init__(self, is_open: Callable[[int], bool], allowed: int) -> None:
-        self._is_open = is_open
+    def __init__(self, opened: Container[int], allowed: int) -> None:
+        self._open = opened
         self._allowed = allowed
         self._lock = Lock()
         self._loads: dict[int, int] = {}
@@ -63,5 +63,5 @@ class Cargo:
             self._weight += size
 
     def _unload(self) -> None:
-        for call_id in [call_id for call_id in self._loads if not self._is_open(call_id)]:
+        for call_id in [call_id for call_id in self._loads if call_id not in self._open]:
             self._weight -= self._loads.pop(call_id)

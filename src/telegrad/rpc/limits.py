@@ -7,7 +7,6 @@ what keeps a hostile one from filling the memory of the rest, so they are much t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -99,6 +98,17 @@ def default_limits(trusted: Trust) -> Limits:
     return _OF_DATA if trusted is Trust.DATA else _OF_CODE
 
 
+class _Lists(dict[int, list[None]]):
+    """For each worker as many as are kept for it.
+
+    Nearly every message is counted, on any thread: to append to a list, or to cut it, is one step
+    and needs no lock. Two that come for the last place at once may both be refused.
+    """
+
+    def __missing__(self, worker: int) -> list[None]:
+        return self.setdefault(worker, [])
+
+
 class Ledger:
     """How many things of one kind are kept here for each other worker, and that not more are."""
 
@@ -108,10 +118,7 @@ class Ledger:
         self._most = most
         self._me = me
         self._name = name
-        self._kept: defaultdict[int, list[None]] = defaultdict(list)
-        """For each worker as many as are kept for it. Nearly every message is counted, on any
-        thread: to append to a list, or to cut it, is one step and needs no lock. Two that come for
-        the last place at once may both be refused."""
+        self._kept = _Lists()
 
     def charge(self, worker: int) -> None:
         """One more is kept for that worker; raises if it is one too many."""

@@ -109,7 +109,7 @@ class Lobby:
         return True
 
     def _next(self) -> Incoming | None:
-        """The next link with something to read; None if none came for a while. Then nobody hosts."""
+        """Stop hosting when a link has something to read, and give it; None if none had."""
         try:
             if not self._lookout.wait(self._last):
                 self._found = self._sleep()

@@ -260,6 +260,8 @@ class Values:
 
     def loss(self, handle: Handle) -> BaseException | None:
         """Why the value behind this handle cannot be had, ready to be raised."""
+        if not self._lost:
+            return None
         error = self._lost.get(handle) if isinstance(handle, ForkId) else None
         return None if error is None else afresh(error)
 

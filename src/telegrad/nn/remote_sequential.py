@@ -64,9 +64,11 @@ def _passed_through(modules: Sequence[Any], value: Any) -> Any:
 
 def _can_relay(modules: Sequence[RemoteModule]) -> bool:
     """Whether all are elsewhere, and nobody here is to see what the last one is given."""
+    is_any_here = False
     for module in modules:
         module.rref._check_usable("a call of the module")
-    return not has_hooks(modules[-1]) and not any(each.rref.is_owner() for each in modules)
+        is_any_here |= module.rref.is_owner()
+    return not is_any_here and not has_hooks(modules[-1])
 
 
 def _longest(modules: Sequence[RemoteModule], of_job: float) -> float:

@@ -11,6 +11,7 @@ number is bounded anyway.
 from __future__ import annotations
 
 from collections.abc import Container
+from operator import attrgetter
 from threading import Lock
 
 from telegrad.wire.codec import Packed
@@ -19,13 +20,12 @@ from telegrad.wire.frames import Frame
 MOST = 256 << 20
 LIGHT = 1 << 12
 MANY = 1 << 10
+_nbytes_of = attrgetter("nbytes")
 
 
 def weigh(packed: Packed) -> int:
     """The bytes of a message that is worth weighing, else 0."""
-    size = len(packed.meta)
-    for buffer in packed.buffers:
-        size += buffer.nbytes
+    size = len(packed.meta) + sum(map(_nbytes_of, packed.buffers))
     return size if size >= LIGHT else 0
 
 

@@ -159,7 +159,8 @@ class Incoming:
             if link.session.kept_frames > FEW_ANSWERS and self._keeps_too_much():
                 agent.lose(self._worker, "it never acknowledges the answers it gets")
                 return
-            by_turns = agent.lobby.served(self._worker)
+            by_turns = agent.lobby.last != self._worker
+            agent.lobby.last = self._worker
             self._function = None
             self._turn += 1
             if agent.watch.sleeping:

@@ -54,15 +54,11 @@ class Lobby:
         self._hosting = threading.Lock()
         self._links: dict[int, Incoming] = {}
         self._closed = False
-        self._last = -1
+        self.last = -1
+        """The worker whose request was served last."""
         self._found: list[tuple[int, int]] = []
         self._lookout = Lookout(self._look)
         watch.register(self._descriptor, self._noticed, READABLE)
-
-    def served(self, worker: int) -> bool:
-        """A request of a worker is being served. Whether the one before was another's."""
-        before, self._last = self._last, worker
-        return before != worker
 
     def admit(self, link: Incoming, descriptor: int) -> bool:
         """Nobody leads this link any more: whoever is here is to be given its next bytes.
@@ -111,7 +107,7 @@ class Lobby:
     def _next(self) -> Incoming | None:
         """Stop hosting when a link has something to read, and give it; None if none had."""
         try:
-            if not self._lookout.wait(self._last):
+            if not self._lookout.wait(self.last):
                 self._found = self._sleep()
                 self._lookout.ended(bool(self._found))
             found, self._found = self._found, []

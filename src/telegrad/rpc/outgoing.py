@@ -42,7 +42,6 @@ from telegrad.wire.codec import Packed
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.link import Link, LinkBroken, LinkClosed
-from telegrad.wire.receiving import ACK_BYTES, ACK_FRAMES
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -55,6 +54,8 @@ MOST_LANES = 8
 PAUSE_FOR_ROOM = 0.001
 HEAVY = 1 << 16
 """Bytes of a message whose memory is to be had back soon."""
+LOOK_EVERY = 64
+"""Posts that are not heavy: what is kept of them until they are acknowledged is little."""
 
 
 class Outgoing:
@@ -77,6 +78,7 @@ class Outgoing:
         self._armed = False
         self._completed: list[Pending] = []
         self._lanes_asked = 0
+        self._posts = 0
         self._allowed = agent.node.limits.calls_an_honest_caller_makes
         self._room = threading.Lock()
         self._held = 0
@@ -445,11 +447,9 @@ class Outgoing:
         # It has no reply that would be waited for, and read: who only posts has to look himself for
         # the memory that is given back and what is acknowledged. While a call is under way somebody
         # reads.
-        session = self.link.session
+        self._posts += 1
         if (
-            session.kept_frames >= ACK_FRAMES
-            or session.kept_bytes >= ACK_BYTES
-            or (packed.buffers and weigh(packed) >= HEAVY)
+            not self._posts % LOOK_EVERY or (packed.buffers and weigh(packed) >= HEAVY)
         ) and not self.agent.node.calls.expects(self._worker):
             self._read_aside(self._take_up)
         self.link.send(

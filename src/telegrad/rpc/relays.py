@@ -54,8 +54,8 @@ OVER = "relay.over"
 
 _HEAD = struct.Struct("<QQBB")
 """The driver, the number that it gave, at which stage, and how many there are."""
-_AT, _COUNT = 16, 17
-"""Where in it the last two are."""
+_AT = 16
+"""Where in it the stage is."""
 _STAGE = struct.Struct("<3Q")
 MOST_STAGES = 255
 MOST_OVER = 1 << 12
@@ -93,13 +93,16 @@ class Course(NamedTuple):
 
 def read_course(data: bytes) -> Course:
     """What `Course.write` wrote. Raises `ValueError` if it is none."""
-    if len(data) < _HEAD.size or len(data) < (end := _HEAD.size + data[_COUNT] * _STAGE.size):
-        raise ValueError("a relay that does not say where it leads")
-    driver, number, at, count = _HEAD.unpack_from(data)
+    try:
+        driver, number, at, count = _HEAD.unpack_from(data)
+        numbers = struct.unpack_from(f"<{3 * count}Q", data, _HEAD.size)
+    except struct.error:
+        raise ValueError("a relay that does not say where it leads") from None
     if at >= count:
         raise ValueError("a relay that is at none of its stages")
-    stages = tuple(map(ReferenceId._make, _STAGE.iter_unpack(data[_HEAD.size : end])))
-    return Course((driver, number), at, stages, data[end:].decode())
+    stages = tuple(map(ReferenceId, numbers[::3], numbers[1::3], numbers[2::3]))
+    method = data[_HEAD.size + 8 * len(numbers) :].decode()
+    return Course((driver, number), at, stages, method)
 
 
 def _a_stage_on(data: bytes) -> bytes:

@@ -95,14 +95,13 @@ def read_course(data: bytes) -> Course:
     """What `Course.write` wrote. Raises `ValueError` if it is none."""
     try:
         driver, number, at, count = _HEAD.unpack_from(data)
-        numbers = struct.unpack_from(f"<{3 * count}Q", data, _HEAD.size)
+        end = _HEAD.size + count * _STAGE.size
+        stages = tuple(map(ReferenceId._make, _STAGE.iter_unpack(data[_HEAD.size : end])))
     except struct.error:
         raise ValueError("a relay that does not say where it leads") from None
-    if at >= count:
-        raise ValueError("a relay that is at none of its stages")
-    stages = tuple(map(ReferenceId, numbers[::3], numbers[1::3], numbers[2::3]))
-    method = data[_HEAD.size + 8 * len(numbers) :].decode()
-    return Course((driver, number), at, stages, method)
+    if not at < count == len(stages):
+        raise ValueError("a relay that is at none of its stages, or does not name them all")
+    return Course((driver, number), at, stages, data[end:].decode())
 
 
 def _a_stage_on(data: bytes) -> bytes:

@@ -125,7 +125,7 @@ class Incoming:
         self._lead(me)
 
     def _lead_and_host(self, me: object) -> None:
-        if not self._park():
+        if self._leader is not me or not self._park():
             self._lead(me)
         self.agent.lobby.host()
 

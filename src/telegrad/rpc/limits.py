@@ -135,9 +135,9 @@ class Ledger:
             f"rpc.Limits.{self._kind} there"
         )
 
-    def credit(self, worker: int, count: int = 1) -> None:
-        """What was kept for that worker is gone."""
-        del self._kept[worker][-count:]
+    def credit(self, worker: int) -> None:
+        """One that was kept for that worker is gone."""
+        del self._kept[worker][-1:]
 
     def count(self, worker: int) -> int:
         return len(self._kept[worker])

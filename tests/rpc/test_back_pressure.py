@@ -166,7 +166,7 @@ def replies_read_by_a_post(to: str) -> int:
         return Frame(Kind.REPLY, 0, b"", b"", []) if read < 1000 else None
 
     link.take_up = take_up
-    node.post(worker, "test", torch.ones(2))
+    node.post(worker, "test", torch.ones(outgoing.HEAVY))
     return read
 
 

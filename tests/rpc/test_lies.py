@@ -478,7 +478,8 @@ def differentiate() -> list[float]:
 
 
 def records_kept() -> dict[int, int]:
-    return dict(service().container._records._counts)
+    ledger = service().container._records
+    return {worker: len(kept) for worker, kept in ledger._kept.items() if kept}
 
 
 def test_a_message_under_the_number_of_anothers_is_refused(lasting: Job) -> None:

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from telegrad.nn.ambient import ambient
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.torch_private import has_hooks
+from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.relays import MOST_STAGES
 
 
@@ -50,23 +51,29 @@ def _is_remote(module: nn.Module) -> bool:
 
 def _passed_through(modules: Sequence[Any], value: Any) -> Any:
     last = modules[-1]
-    is_plain = type(value) is torch.Tensor and ambient() is None
-    if is_plain and 1 < len(modules) <= MOST_STAGES and _can_relay(modules):
-        stages = [module.rref._reference for module in modules]
-        name = f"a RemoteSequential of {len(modules)} modules"
-        node = last.rref._node
-        bound = _longest(modules, node.timeout)
-        return node.relays.run(stages, "forward_plainly", value, bound, name)
+    if 1 < len(modules) <= MOST_STAGES and type(value) is torch.Tensor and ambient() is None:
+        stages = _as_relay(modules)
+        if stages is not None:
+            name = f"a RemoteSequential of {len(modules)} modules"
+            node = last.rref._node
+            bound = _longest(modules, node.timeout)
+            return node.relays.run(stages, "forward_plainly", value, bound, name)
     for module in modules[:-1]:
         value = module.lazy(value)
     return last(value)
 
 
-def _can_relay(modules: Sequence[RemoteModule]) -> bool:
-    """Whether all are elsewhere, and nobody here is to see what the last one is given."""
+def _as_relay(modules: Sequence[RemoteModule]) -> list[ReferenceId] | None:
+    """The stages of a relay; None if not all are elsewhere, or if somebody here is to see what the
+    last one is given."""
+    stages = []
+    is_any_here = False
     for module in modules:
-        module.rref._check_usable("a call of the module")
-    return not has_hooks(modules[-1]) and not any(each.rref.is_owner() for each in modules)
+        rref = module.rref
+        rref._check_usable("a call of the module")
+        is_any_here |= rref.is_owner()
+        stages.append(rref._reference)
+    return None if is_any_here or has_hooks(modules[-1]) else stages
 
 
 def _longest(modules: Sequence[RemoteModule], of_job: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ def changed_options(
     """By the place of their group."""
     changed: dict[int, Options] = {}
     for index, (group, known) in enumerate(zip(groups, sent, strict=True)):
+        if _is_as_sent(group, known):
+            continue
         news = {
             key: value
             for key, value in group.items()
@@ -32,6 +35,15 @@ def changed_options(
         if news:
             changed[index] = news
     return changed
+
+
+def _is_as_sent(group: Mapping[str, Any], known: Options) -> bool:
+    """Whether each option is the very object that was sent, as before nearly every step."""
+    return (
+        len(group) == len(known) + 1  # It has "params" besides, which is never sent.
+        and known.keys() <= group.keys()
+        and all(map(is_, map(group.get, known), known.values()))
+    )
 
 
 def without_params(group: Mapping[str, Any]) -> Options:

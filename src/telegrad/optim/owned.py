@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,8 +37,11 @@ from telegrad.optim.treatment import Treatment, all_finite, norms, treat
 from telegrad.rpc import RRef, get_worker_info
 
 MakeOptimizer = Callable[..., Optimizer]
+Gradients = list[Tensor | None]
+"""One for each parameter of this owner, in their order."""
 BRIEF = 0.0002
 """Seconds: about what a message takes."""
+_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +177,9 @@ class OwnedOptimizer:
         with grad_slots:
             if context_id not in self._contexts:
                 self._contexts.add(context_id)
-                for place, gradient in self._of_context(context_id).items():
-                    self._accumulated[place] = add(self._accumulated.get(place), gradient)
+                for place, gradient in enumerate(self._of_context(context_id)):
+                    if gradient is not None:
+                        self._accumulated[place] = add(self._accumulated.get(place), gradient)
 
     def zero_grad(self) -> None:
         self._accumulated.clear()
@@ -184,37 +189,40 @@ class OwnedOptimizer:
         self, context_id: int | None, treatments: Sequence[Treatment], norm_type: float
     ) -> dict[int, Tensor]:
         """The norm of each gradient, by the index of its parameter."""
-        gradients = self._gradients(context_id, treatments)
-        found = norms(gradients.values(), norm_type)
-        return {self._members[p].index: norm for p, norm in zip(gradients, found, strict=True)}
+        there = _there(self._gradients(context_id, treatments))
+        found = norms(there.values(), norm_type)
+        return {self._members[p].index: norm for p, norm in zip(there, found, strict=True)}
 
     def all_finite(self, context_id: int | None, treatments: Sequence[Treatment]) -> bool:
-        return all_finite(self._gradients(context_id, treatments).values())
+        return all_finite(_there(self._gradients(context_id, treatments)).values())
 
-    def _gradients(
-        self, context_id: int | None, treatments: Sequence[Treatment]
-    ) -> dict[int, Tensor]:
-        """The gradient of each parameter that has one, by its place here."""
-        total = {} if context_id is None else self._of_context(context_id)
+    def _gradients(self, context_id: int | None, treatments: Sequence[Treatment]) -> Gradients:
+        total = self._none() if context_id is None else self._of_context(context_id)
         for place, gradient in self._accumulated.items():
-            total[place] = add(gradient, total[place]) if place in total else gradient
-        if not treatments:
-            return total
-        try:
-            return dict(zip(total, treat(total.values(), treatments), strict=True))
-        except RuntimeError as error:
-            raise self._explained(error, total) from error
+            found = total[place]
+            total[place] = gradient if found is None else add(gradient, found)
+        if treatments:
+            there = _there(total)
+            try:
+                treated = treat(there.values(), treatments)
+            except RuntimeError as error:
+                raise self._explained(error, total) from error
+            for place, gradient in zip(there, treated, strict=True):
+                total[place] = gradient
+        return total
 
-    def _of_context(self, context_id: int) -> dict[int, Tensor]:
+    def _of_context(self, context_id: int) -> Gradients:
         context = autograd_of().container.find(context_id)
         if context is None:
             # This worker took no part in it; that the context exists at all is the driver's to say.
-            return {}
-        gradients: dict[int, Tensor] = {}
-        for place, gradient in enumerate(context.gradients_of(self._parameters)):
-            if gradient is not None:
-                gradients[place] = gradient.detach() if gradient.requires_grad else gradient
-        return gradients
+            return self._none()
+        return [
+            gradient.detach() if gradient is not None and gradient.requires_grad else gradient
+            for gradient in context.gradients_of(self._parameters)
+        ]
+
+    def _none(self) -> Gradients:
+        return [None] * len(self._parameters)
 
     # Stepping.
 
@@ -239,7 +247,7 @@ class OwnedOptimizer:
             self.set_options(options)
             gradients = self._gradients(context_id, treatments)
             undo = None if number is None else self._snapshot(number)
-            aside = [parameter.grad for parameter in self._parameters]
+            aside = list(map(_grad_of, self._parameters))
             try:
                 self._put(gradients)
                 step_quietly(self._optimizer)
@@ -265,19 +273,21 @@ class OwnedOptimizer:
     def brief(self) -> bool:
         return self._duration < BRIEF
 
-    def _put(self, gradients: Mapping[int, Tensor]) -> None:
-        place = 0
+    def _put(self, gradients: Gradients) -> None:
+        parameter: Tensor | None = None
         try:
-            for place, parameter in enumerate(self._parameters):
-                parameter.grad = gradients.get(place)
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
         except RuntimeError as error:
+            place = next(p for p, each in enumerate(self._parameters) if each is parameter)
             raise OptimizerError(
                 f"the gradient of parameter {self._members[place].name!r} does not fit: {error}"
             ) from error
 
-    def _explained(self, error: Exception, gradients: Mapping[int, Tensor]) -> OptimizerError:
-        sparse = [place for place, gradient in gradients.items() if gradient.is_sparse]
-        suspects = sparse if sparse and "sparse" in str(error) else list(gradients)
+    def _explained(self, error: Exception, gradients: Gradients) -> OptimizerError:
+        there = _there(gradients)
+        sparse = [place for place, gradient in there.items() if gradient.is_sparse]
+        suspects = sparse if sparse and "sparse" in str(error) else list(there)
         names = [self._members[place].name for place in suspects]
         about = f" (parameter {_listed(names)})" if names else ""
         return OptimizerError(
@@ -355,6 +365,11 @@ class OwnedOptimizer:
 
     def named_parameters(self) -> list[tuple[Member, Tensor]]:
         return list(zip(self._members, self._parameters, strict=True))
+
+
+def _there(gradients: Gradients) -> dict[int, Tensor]:
+    """Those that there are, by their places."""
+    return {place: each for place, each in enumerate(gradients) if each is not None}
 
 
 def _torchs(group: Group, found: Iterable[Tensor]) -> Options:

@@ -74,6 +74,15 @@ class Found(Enum):
     DEAD = 3
 
 
+class _Turn(threading.local):
+    """What the calling thread serves: the link that the request came by, and its token there."""
+
+    incoming: Incoming | Loopback | None = None
+    token: object = None
+    timed: tuple[object, float] | None = None
+    """A function that may be slow, and when it began."""
+
+
 class _NotInTime(OSError):
     """The deadline of a call passed before its worker was met."""
 
@@ -84,7 +93,7 @@ class Agent:
     def __init__(self, node: Node, threads: Threads, meeting: Meeting, liveness: float) -> None:
         self.node = node
         self.threads = threads
-        self.local = threading.local()
+        self.local = _Turn()
         self.slow_functions = SlowFunctions()
         self._meeting = meeting
         self._liveness = liveness
@@ -166,9 +175,9 @@ class Agent:
             return
         if pending.completion:
             outgoing.attend()
-        if pending.deadline < self.node.calls.next_deadline and pending.completion:
-            self.node.calls.look_by(pending.deadline)
-            self.watch.poke()
+            if pending.deadline < self.node.calls.next_deadline:
+                self.node.calls.look_by(pending.deadline)
+                self.watch.poke()
 
     def interrupted(self, pending: Pending) -> None:
         """Its caller is gone before the call has left: nobody will answer it."""
@@ -195,7 +204,7 @@ class Agent:
             incoming.reply_late(call_id, reply)
 
     def wait(self, pending: Pending, until: float = math.inf) -> None:
-        if self.node.coroutines.loops or getattr(self.local, "incoming", None) is not None:
+        if self.local.incoming is not None or self.node.coroutines.loops:
             self.blocking()
         # A worker that is just being lost has no link any more, and its calls are not settled yet.
         (self._outgoing.get(pending.callee.id) or self._loopback).wait(pending, until)
@@ -208,12 +217,12 @@ class Agent:
             outgoing.attend()
 
     def starting(self, function: object) -> None:
-        incoming = getattr(self.local, "incoming", None)
+        incoming = self.local.incoming
         if incoming is not None:
             incoming.about_to_run(self.local.token, function)
 
     def blocking(self) -> None:
-        incoming = getattr(self.local, "incoming", None)
+        incoming = self.local.incoming
         if incoming is not None:
             incoming.about_to_block(self.local.token)
         if self.node.coroutines.loops:
@@ -225,9 +234,7 @@ class Agent:
     def serving(self) -> bool:
         """Whether the calling thread runs a request, or what a request may wait for."""
         return (
-            getattr(self.local, "incoming", None) is not None
-            or runs_callbacks()
-            or self.node.coroutines.run_here()
+            self.local.incoming is not None or runs_callbacks() or self.node.coroutines.run_here()
         )
 
     @property

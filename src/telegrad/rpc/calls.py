@@ -30,21 +30,15 @@ Late = Callable[["BaseException | None"], None]
 class Pending:
     """One call in flight, or settled."""
 
-    __slots__ = (
-        "call_id",
-        "callee",
-        "carried",
-        "completion",
-        "deadline",
-        "done",
-        "error",
-        "frame",
-        "latch",
-        "late",
-        "note",
-        "target",
-        "timeout",
-    )
+    done = False
+    frame: Frame | None = None
+    error: TelegradError | None = None
+    latch: Lock | None = None
+    late: Late | None = None
+    carried: Sequence[Transfer] | None = ()
+    """The references among its arguments; None once it is known that the call never left."""
+    note = b""
+    """What a layer above said of it, should it never leave."""
 
     def __init__(
         self, call_id: int, callee: WorkerInfo, target: object, timeout: float, deadline: float
@@ -54,16 +48,7 @@ class Pending:
         self.target = target
         self.timeout = timeout
         self.deadline = deadline
-        self.done = False
-        self.frame: Frame | None = None
-        self.error: TelegradError | None = None
         self.completion: list[Callable[[], None]] = []
-        # The references among its arguments; None once it is known that the call never left.
-        self.carried: Sequence[Transfer] | None = ()
-        self.latch: Lock | None = None
-        self.late: Late | None = None
-        # What a layer above said of it, should it never leave.
-        self.note = b""
 
     def settle(self, frame: Frame | None, error: TelegradError | None = None) -> None:
         """Store the outcome, then wake who waits. Only for the one who took it from the table."""
@@ -194,12 +179,19 @@ def kind_of(target: object) -> int:
     return hash(target.method) if type(target) is Method else id(target)
 
 
+class _Tables(dict[int, dict[int, Pending]]):
+    """By callee, made when they are first asked for."""
+
+    def __missing__(self, callee: int) -> dict[int, Pending]:
+        return self.setdefault(callee, {})
+
+
 class Calls:
     """The table of calls that this worker made and that are not settled."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self._to: dict[int, dict[int, Pending]] = {}
+        self._to = _Tables()
         # Calls whose deadline has passed and that may still be answered, and who wants to know.
         self._late: dict[int, dict[int, Late | None]] = {}
         self._lock = Lock()
@@ -209,11 +201,12 @@ class Calls:
         """A new entry. `timeout` 0 means that the call may take for ever."""
         deadline = now + timeout if timeout > 0 else math.inf
         pending = Pending(next(self._ids), callee, target, timeout, deadline)
-        table = self._to.get(callee.id)
-        if table is None:
-            table = self._to.setdefault(callee.id, {})
-        table[pending.call_id] = pending
+        self._to[callee.id][pending.call_id] = pending
         return pending
+
+    def open_to(self, callee: int) -> dict[int, Pending]:
+        """Those to one worker, by their numbers, now and later: who pops one has to settle it."""
+        return self._to[callee]
 
     def take(self, callee: int, call_id: int) -> Pending | None:
         """Take the entry out, in order to settle it. None: someone else did, or it never was."""
@@ -223,10 +216,6 @@ class Calls:
     def is_open(self, callee: int, call_id: int) -> bool:
         table = self._to.get(callee)
         return table is not None and call_id in table
-
-    def in_flight(self, callee: int) -> int:
-        table = self._to.get(callee)
-        return 0 if table is None else len(table)
 
     def total(self) -> int:
         return sum(len(table) for table in self._to.values())

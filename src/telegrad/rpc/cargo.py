@@ -10,7 +10,8 @@ number is bounded anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
+from operator import attrgetter
 from threading import Lock
 
 from telegrad.wire.codec import Packed
@@ -19,13 +20,12 @@ from telegrad.wire.frames import Frame
 MOST = 256 << 20
 LIGHT = 1 << 12
 MANY = 1 << 10
+_nbytes_of = attrgetter("nbytes")
 
 
 def weigh(packed: Packed) -> int:
     """The bytes of a message that is worth weighing, else 0."""
-    size = len(packed.meta)
-    for buffer in packed.buffers:
-        size += buffer.nbytes
+    size = len(packed.meta) + sum(map(_nbytes_of, packed.buffers))
     return size if size >= LIGHT else 0
 
 
@@ -36,10 +36,10 @@ def weigh_arrived(frame: Frame) -> int:
 
 
 class Cargo:
-    """`is_open(call_id)` tells whether a call is still not settled; the callee takes `allowed`."""
+    """`opened` has the numbers of the calls that are not settled; the callee takes `allowed`."""
 
-    def __init__(self, is_open: Callable[[int], bool], allowed: int) -> None:
-        self._is_open = is_open
+    def __init__(self, opened: Container[int], allowed: int) -> None:
+        self._open = opened
         self._allowed = allowed
         self._lock = Lock()
         self._loads: dict[int, int] = {}
@@ -63,5 +63,5 @@ class Cargo:
             self._weight += size
 
     def _unload(self) -> None:
-        for call_id in [call_id for call_id in self._loads if not self._is_open(call_id)]:
+        for call_id in [call_id for call_id in self._loads if call_id not in self._open]:
             self._weight -= self._loads.pop(call_id)

@@ -15,7 +15,12 @@ from telegrad.rpc.errors import NotInitialized
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
 
-_local = threading.local()
+
+class _Thread(threading.local):
+    node: Node | None = None
+
+
+_local = _Thread()
 _process_node: Node | None = None
 _forked = False
 
@@ -46,19 +51,19 @@ def not_initialized(message: str | None = None) -> NotInitialized:
 
 
 def current_node() -> Node:
-    node: Node | None = getattr(_local, "node", None) or _process_node
+    node = _local.node or _process_node
     if node is None:
         raise not_initialized()
     return node
 
 
 def find_node() -> Node | None:
-    return getattr(_local, "node", None) or _process_node
+    return _local.node or _process_node
 
 
 def find_thread_node() -> Node | None:
     """The node that the calling thread works for, if that is not the process's."""
-    return getattr(_local, "node", None)
+    return _local.node
 
 
 def set_process_node(node: Node | None) -> None:

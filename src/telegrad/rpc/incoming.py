@@ -86,6 +86,7 @@ class Incoming:
     ) -> None:
         self.agent = agent
         self.member = member
+        self._worker = member.info.id
         self.session = session
         self.link = link
         self.gone = False
@@ -121,51 +122,49 @@ class Incoming:
             if self._leader is not None or self._is_held or self.gone:
                 return
             me = self._leader = object()
-        self._lead(me, noticed=True)
+        self._lead(me)
 
     def _lead_and_host(self, me: object) -> None:
-        self._lead(me)
+        if self._leader is not me or not self._park():
+            self._lead(me)
         self.agent.lobby.host()
 
-    def _lead(self, me: object, noticed: bool = False) -> None:
-        local, lobby = self.agent.local, self.agent.lobby
+    def _lead(self, me: object) -> None:
+        agent, link, local = self.agent, self.link, self.agent.local
         local.timed = None
-        worker = self.member.info.id
-        by_turns = not noticed
         while self._leader is me:
-            if by_turns and not self.link.has_bytes() and self._park():
-                return
             try:
-                frame = self.link.receive()
+                frame = link.receive()
             except (LinkBroken, LinkClosed) as error:
-                with self.agent.silence:
+                with agent.silence:
                     self._leader = None
-                    self.agent.silence.notify_all()
-                if self.link.broken:
-                    self.agent.incoming_broke(self, str(error))
+                    agent.silence.notify_all()
+                if link.broken:
+                    agent.incoming_broke(self, str(error))
                 else:
                     # Mended before we gave up leading: who mended it found a leader.
                     self.start()
                 return
             except CodecError as error:
                 self._leader = None
-                self.agent.lose(self.member.info.id, f"it sent what cannot be read ({error})")
+                agent.lose(self._worker, f"it sent what cannot be read ({error})")
                 return
             if frame is None:
                 if self._park():
                     return
                 continue
             if frame.kind == Kind.LEAVING:
-                self.agent.leave(self.member.info.id, frame.call_id == 1)
+                agent.leave(self._worker, frame.call_id == 1)
                 return
-            if self.link.session.kept_frames > FEW_ANSWERS and self._keeps_too_much():
-                self.agent.lose(self.member.info.id, "it never acknowledges the answers it gets")
+            if link.session.kept_frames > FEW_ANSWERS and self._keeps_too_much():
+                agent.lose(self._worker, "it never acknowledges the answers it gets")
                 return
-            by_turns = lobby.served(worker)
+            by_turns = agent.lobby.last != self._worker
+            agent.lobby.last = self._worker
             self._function = None
             self._turn += 1
-            if self.agent.watch.sleeping:
-                self.agent.watch.poke()
+            if agent.watch.sleeping:
+                agent.watch.poke()
             local.incoming, local.token = self, me
             try:
                 is_counted = self._serve(frame, me)
@@ -176,11 +175,13 @@ class Incoming:
             finally:
                 local.incoming = None
             if local.timed is not None:
-                self.agent.slow_functions.ended(*local.timed)
+                agent.slow_functions.ended(*local.timed)
                 local.timed = None
             with self._lock:
                 if self._leader is me:
                     self._turn += 1
+                    if by_turns and self._is_left_to_lobby():
+                        return
                 elif is_counted:
                     self._aside.add(-1)
         self._flush()
@@ -198,26 +199,27 @@ class Incoming:
     def _serve(self, frame: Frame, me: object) -> bool:
         """Run a request, and answer it. Whether it is still counted among those that run aside, if
         another thread has come to lead."""
-        node, worker = self.agent.node, self.member.info.id
-        if self._aside.count >= self._most_aside and frame.kind == Kind.CALL:
-            reply: Reply | None = self._refuse(node.too_many_calls, frame)
-        elif self._weighs and frame.kind == Kind.CALL:
+        node = self.agent.node
+        if frame.kind != Kind.CALL:
+            reply = node.serve(self._worker, frame)
+        elif self._aside.count >= self._most_aside:
+            reply = self._refuse(node.too_many_calls, frame)
+        elif self._weighs:
             reply = self._weigh_and_serve(frame)
         else:
-            reply = node.serve(worker, frame)
-            if reply is None and frame.kind == Kind.CALL:
+            reply = node.serve(self._worker, frame)
+            if reply is None:
                 self._aside.add(1)
-        is_counted = True
-        if reply is not None:
-            leads = self._leader is me
-            if not leads:
-                # Before its caller hears of it, and may send the next one.
-                self._aside.add(-1)
-                is_counted = False
-            self.reply(frame.call_id, reply, leads and self.link.has_message())
-        elif not self.link.has_message():
-            self._flush()
-        return is_counted
+        if reply is None:
+            if self.link.has_unwritten and not self.link.has_message():
+                self.link.flush()
+            return True
+        leads = self._leader is me
+        if not leads:
+            # Before its caller hears of it, and may send the next one.
+            self._aside.add(-1)
+        self.reply(frame.call_id, reply, leads and self.link.has_message())
+        return leads
 
     def _weigh_and_serve(self, frame: Frame) -> Reply | None:
         """Serve a call of one who may not fill the memory here."""
@@ -315,13 +317,17 @@ class Incoming:
 
     def _park(self) -> bool:
         """Leave the link to the lobby, if there is nothing to read, and room."""
+        # In one step: who finds that nobody leads may have the lobby forget it again.
         with self._lock:
-            if self.gone:
-                return True
-            # In one step: who finds that nobody leads may have the lobby forget it again.
-            if self.link.has_bytes() or not self.agent.lobby.admit(self, self._descriptor):
-                return False
-            self._leader = None
+            return self._is_left_to_lobby()
+
+    def _is_left_to_lobby(self) -> bool:
+        """As `_park`, with the lock held."""
+        if self.gone:
+            return True
+        if self.link.has_bytes() or not self.agent.lobby.admit(self, self._descriptor):
+            return False
+        self._leader = None
         return True
 
     def tick(self) -> bool:

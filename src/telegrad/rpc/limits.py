@@ -7,9 +7,9 @@ what keeps a hostile one from filling the memory of the rest, so they are much t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from telegrad.rpc.errors import Refused
 from telegrad.wire import frames, trust
@@ -98,6 +98,17 @@ def default_limits(trusted: Trust) -> Limits:
     return _OF_DATA if trusted is Trust.DATA else _OF_CODE
 
 
+class _Lists(dict[int, list[None]]):
+    """For each worker as many as are kept for it.
+
+    Nearly every message is counted, on any thread: to append to a list, or to cut it, is one step
+    and needs no lock. Two that come for the last place at once may both be refused.
+    """
+
+    def __missing__(self, worker: int) -> list[None]:
+        return self.setdefault(worker, [])
+
+
 class Ledger:
     """How many things of one kind are kept here for each other worker, and that not more are."""
 
@@ -107,33 +118,29 @@ class Ledger:
         self._most = most
         self._me = me
         self._name = name
-        self._lock = threading.Lock()
-        self._counts: dict[int, int] = {}
+        self._kept = _Lists()
 
     def charge(self, worker: int) -> None:
         """One more is kept for that worker; raises if it is one too many."""
-        with self._lock:
-            count = self._counts.get(worker, 0)
-            if count < self._most:
-                self._counts[worker] = count + 1
-                return
+        kept = self._kept[worker]
+        kept.append(None)
+        if len(kept) > self._most:
+            kept.pop()
+            self._refuse(worker)
+
+    def _refuse(self, worker: int) -> NoReturn:
         raise Refused(
             f"worker {self._me!r} keeps {self._most} {self._kind} for worker "
             f"{self._name(worker)!r} and takes no more: let go of some of them, or raise "
             f"rpc.Limits.{self._kind} there"
         )
 
-    def credit(self, worker: int, count: int = 1) -> None:
-        """What was kept for that worker is gone."""
-        with self._lock:
-            left = self._counts.get(worker, 0) - count
-            if left > 0:
-                self._counts[worker] = left
-            else:
-                self._counts.pop(worker, None)
+    def credit(self, worker: int) -> None:
+        """One that was kept for that worker is gone."""
+        del self._kept[worker][-1:]
 
     def count(self, worker: int) -> int:
-        return self._counts.get(worker, 0)
+        return len(self._kept[worker])
 
 
 def unlimited() -> Ledger:

@@ -12,6 +12,12 @@ told to notice the next bytes, and sends a thread. So requests of different link
 time, and a thread is woken for that only if there is something to do. Where one link alone brings
 one request after the other, its reader waits for the next by itself.
 
+To host is to hold a lock, which nobody waits for. Who leaves releases it and then tells the watch,
+in this order: were it told before, it could notice bytes, find the host still here, and leave them
+to nobody. If the next one hosts in between, the watch may send a thread in vain, which goes home.
+So while nobody hosts, the watch waits, or is just being told to, or has sent a thread; who admits a
+link need not see to it.
+
 Bytes are noticed once for each admission (EPOLLONESHOT): of several threads that wait, or look, one
 is given the link. What must never happen: a link that nobody leads and that is not here, or a link
 that is here while neither a host nor the watch waits.
@@ -45,20 +51,14 @@ class Lobby:
         self._run = run
         self._epoll = select.epoll()
         self._descriptor = self._epoll.fileno()
-        self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)
+        self._hosting = threading.Lock()
         self._links: dict[int, Incoming] = {}
         self._closed = False
-        self._hosted = False
-        self._last = -1
+        self.last = -1
+        """The worker whose request was served last."""
         self._found: list[tuple[int, int]] = []
         self._lookout = Lookout(self._look)
-        watch.register(self._descriptor, self._noticed, _NOTHING)
-
-    def served(self, worker: int) -> bool:
-        """A request of a worker is being served. Whether the one before was another's."""
-        before, self._last = self._last, worker
-        return before != worker
+        watch.register(self._descriptor, self._noticed, READABLE)
 
     def admit(self, link: Incoming, descriptor: int) -> bool:
         """Nobody leads this link any more: whoever is here is to be given its next bytes.
@@ -75,11 +75,7 @@ class Lobby:
             self._links.pop(descriptor, None)
             return False
         except ValueError:
-            return True  # This worker has left.
-        if not self._hosted:
-            with self._lock:
-                if not self._hosted:
-                    self._watch.look_for(self._descriptor, READABLE)
+            pass  # This worker has left.
         return True
 
     def forget(self, link: Incoming, descriptor: int) -> None:
@@ -94,28 +90,30 @@ class Lobby:
         while self._begin_to_host() and (link := self._next()) is not None:
             link.lead()
 
+    @property
+    def _hosted(self) -> bool:
+        return self._hosting.locked()
+
     def _begin_to_host(self) -> bool:
         """False: somebody else does."""
-        with self._lock:
-            if self._hosted or self._closed:
-                return False
-            self._hosted = True
-            self._watch.look_for(self._descriptor, _NOTHING)
-            return True
+        if not self._hosting.acquire(blocking=False):
+            return False
+        if self._closed:
+            self._hosting.release()
+            return False
+        self._watch.look_for(self._descriptor, _NOTHING)
+        return True
 
     def _next(self) -> Incoming | None:
-        """The next link with something to read; None if none came for a while."""
+        """Stop hosting when a link has something to read, and give it; None if none had."""
         try:
-            if not self._lookout.wait(self._last):
+            if not self._lookout.wait(self.last):
                 self._found = self._sleep()
                 self._lookout.ended(bool(self._found))
             found, self._found = self._found, []
         finally:
-            with self._lock:
-                self._hosted = False
-                self._watch.look_for(self._descriptor, READABLE)
-                if self._closed:
-                    self._left.notify_all()
+            self._hosting.release()
+            self._watch.look_for(self._descriptor, READABLE)
         return self._links.get(found[0][0]) if found else None
 
     def _look(self, milliseconds: int) -> bool:
@@ -133,7 +131,7 @@ class Lobby:
 
     def _noticed(self, _: int) -> None:
         """The watch says that there are bytes. It may have been told to look no more meanwhile."""
-        if not self._hosted:
+        if not self._hosting.locked():
             self._run(self.host)
 
     def close(self) -> None:
@@ -145,6 +143,6 @@ class Lobby:
                 alarm = os.eventfd(1, os.EFD_CLOEXEC)
                 stack.callback(os.close, alarm)
                 self._epoll.register(alarm, select.EPOLLIN)
-            with self._lock:
-                self._closed = True
-                self._left.wait_for(lambda: not self._hosted, IDLE_TIMEOUT)
+            self._closed = True
+            if self._hosting.acquire(timeout=IDLE_TIMEOUT):
+                self._hosting.release()

@@ -75,19 +75,24 @@ def read_call(parcel: Any, start: int = 0) -> MethodCall:
     """The call that a parcel asks for. Raises `ValueError` if it is none."""
     if type(parcel) is not Parcel or len(parcel.data) <= start + _REFERENCE.size:
         raise ValueError("a call of a method that names no value")
-    data = parcel.data
-    reference = ReferenceId(*_REFERENCE.unpack_from(data, start))
-    at = start + _REFERENCE.size
-    count = data[at]
-    at += 1
-    args: list[Any] = list(parcel.tensors)
+    data, args = parcel.data, tuple(parcel.tensors)
+    reference = ReferenceId._make(_REFERENCE.unpack_from(data, start))
+    at = start + _REFERENCE.size + 1
+    count = data[at - 1]
+    if count:
+        args = _with_loans(args, data, at, count)
+        at += count * _LOAN.size
+    return MethodCall(reference, data[at:].decode(), args)
+
+
+def _with_loans(tensors: tuple[Any, ...], data: bytes, at: int, count: int) -> tuple[Any, ...]:
+    """The arguments of a call some of which are lent: `count` of them are named from `at` on."""
     if len(data) < at + count * _LOAN.size:
         raise ValueError("a call of a method whose loans are missing")
-    for _ in range(count):
-        place, *named = _LOAN.unpack_from(data, at)
-        at += _LOAN.size
+    args = list(tensors)
+    for place, *named in _LOAN.iter_unpack(data[at : at + count * _LOAN.size]):
         args.insert(place, Loan(tuple(named)))
-    return MethodCall(reference, data[at:].decode(), tuple(args))
+    return tuple(args)
 
 
 def read_creation(parcel: Any) -> tuple[Transfer, MethodCall]:

@@ -173,8 +173,10 @@ class Node:
         pending = self.calls.begin(to, target, timeout, self.runtime.now())
         if self.values.journey.leaving:
             pending.carried = self.values.packed()
-        pending.note = note
-        pending.late = on_late
+        if note:
+            pending.note = note
+        if on_late is not None:
+            pending.late = on_late
         if target != CLOSING:
             self._made.add(worker)
         if on_settled is not None:
@@ -272,7 +274,8 @@ class Node:
             return
         message = payload if type(payload) is Parcel else (topic, payload)
         packed, note = self._prepare(message, to, scope)
-        self.values.packed()
+        if self.values.journey.leaving:
+            self.values.packed()
         self.transport.post(to, packed, note)
 
     def on_post(self, topic: str, handler: Callable[[int, Any], object]) -> None:
@@ -348,7 +351,10 @@ class Node:
     ) -> Reply | None:
         try:
             if type(target) is str:
-                result = self._operation(target)(sender, *args)
+                operation = self._operations.get(target)
+                if operation is None:
+                    raise TelegradError(f"worker {self.info.name!r} knows no operation {target!r}")
+                result = operation(sender, *args)
             else:
                 if self.data_only:
                     self.require_exported(target)
@@ -460,12 +466,6 @@ class Node:
         except Exception:
             report_background_error(f"a message from worker {self.members.name(sender)!r}")
 
-    def _operation(self, name: str) -> Callable[..., object]:
-        operation = self._operations.get(name)
-        if operation is None:
-            raise TelegradError(f"worker {self.info.name!r} knows no operation {name!r}")
-        return operation
-
     def _success(self, to: int, value: object, scope: Scope | None, target: object) -> Reply:
         try:
             packed, note = self._prepare(value, to, scope)
@@ -486,10 +486,11 @@ class Node:
     # Packing: references that leave in a message that never leaves must be taken back.
 
     def _prepare(self, value: object, to: int, scope: Scope | None) -> tuple[Packed, bytes]:
-        """A message and the note that goes with it. `Values.packed` has to follow."""
+        """A message and the note that goes with it. `Values.packed` has to follow, if references
+        leave with it."""
         try:
             packed = value
-            if not isinstance(packed, Packed):
+            if type(packed) is not Packed:
                 packed = pack(value, self.passages[to], self.trust)
             if not self._usual_limits:
                 self._check_size(packed)
@@ -564,6 +565,11 @@ class Node:
         if self.none_returns is not None:
             reason = f"{reason}; {self.none_returns}"
         return WorkerLost.of(self.members.name(worker), reason)
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether any worker is lost."""
+        return bool(self._lost)
 
     def is_lost(self, worker: int) -> bool:
         return worker in self._lost

@@ -52,8 +52,10 @@ MAX_CALLS_IN_FLIGHT = 8192
 BACKLOG = 32
 MOST_LANES = 8
 PAUSE_FOR_ROOM = 0.001
-MUCH_KEPT = 64
-"""Frames that the other end has not acknowledged, as far as has been read."""
+HEAVY = 1 << 16
+"""Bytes of a message whose memory is to be had back soon."""
+LOOK_EVERY = 64
+"""Posts that are not heavy: what is kept of them until they are acknowledged is little."""
 
 
 class Outgoing:
@@ -63,6 +65,7 @@ class Outgoing:
         self.agent = agent
         self.member = member
         self._worker = member.info.id
+        self._open = agent.node.calls.open_to(member.info.id)
         self.session = session
         self.link = link
         self.gone = False
@@ -75,12 +78,12 @@ class Outgoing:
         self._armed = False
         self._completed: list[Pending] = []
         self._lanes_asked = 0
+        self._posts = 0
         self._allowed = agent.node.limits.calls_an_honest_caller_makes
         self._room = threading.Lock()
         self._held = 0
         """The calls that wait for room: they are open, and have not left."""
-        is_open = partial(agent.node.calls.is_open, member.info.id)
-        self._cargo = Cargo(is_open, agent.node.limits.bytes_in_flight)
+        self._cargo = Cargo(self._open, agent.node.limits.bytes_in_flight)
         link.while_blocked = self._read_while_blocked
         link.nudge = agent.watch.poke
         self._adopt_stream()
@@ -266,25 +269,24 @@ class Outgoing:
         if frame is None:
             return None
         if frame.kind == Kind.LEAVING:
-            self.agent.leave(self.member.info.id, frame.call_id == 1)
+            self.agent.leave(self._worker, frame.call_id == 1)
             return frame
-        node = self.agent.node
-        pending = node.calls.take(self._worker, frame.call_id)
+        pending = self._open.pop(frame.call_id, None)
         if pending is None:
-            late = frame
-            self.agent.threads.run(lambda: node.discard(self.member.info.id, late))
-        else:
-            # As `Pending.store` does.
-            pending.frame = frame
-            pending.done = True
-            if pending.call_id in self._waiters:
+            self.agent.threads.run(partial(self.agent.node.discard, self._worker, frame))
+            return frame
+        # As `Pending.store` does.
+        pending.frame = frame
+        pending.done = True
+        if pending.latch is not None:
+            if frame.call_id in self._waiters:
                 self._served.append(pending)
-            elif pending.latch is not None:
+            else:
                 # Somebody may wait all the same: of two that wait for one call, the first to leave
                 # takes it from the queue.
                 pending.wake()
-            if pending.completion:
-                self._completed.append(pending)
+        if pending.completion:
+            self._completed.append(pending)
         return frame
 
     def _give_up_reading(self) -> None:
@@ -295,13 +297,7 @@ class Outgoing:
         """Let somebody else read, and return the calls that are still to be completed."""
         with self._roles:
             completed = self._take_completed() if self._completed else ()
-            heir = self._next_served() if self._served else None
-            if heir is None and self._waiters:
-                waiters = reversed(self._waiters.values())
-                heir = next((waiter for waiter in waiters if not waiter.done), None)
-            if heir is not None:
-                self._heir = heir
-                heir.wake()
+            heir = self._choose_heir() if self._waiters or self._served else None
             self._reading = heir is not None
             self._reader = 0
         if heir is not None or self.gone:
@@ -313,6 +309,17 @@ class Outgoing:
             self._armed = True
             self.agent.watch.look_for(self._descriptor, READABLE)
         return completed
+
+    def _choose_heir(self) -> Pending | None:
+        """Leave the reading to one of those that wait, and wake it. With the lock held."""
+        heir = self._next_served()
+        if heir is None:
+            waiters = reversed(self._waiters.values())
+            heir = next((waiter for waiter in waiters if not waiter.done), None)
+        if heir is not None:
+            self._heir = heir
+            heir.wake()
+        return heir
 
     def _read_while_blocked(self) -> None:
         """A writer finds the stream full: read replies, or two full streams wait for each other."""
@@ -408,7 +415,7 @@ class Outgoing:
     # Sending.
 
     def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
-        in_flight = self.agent.node.calls.in_flight(self._worker)
+        in_flight = len(self._open)
         size = weigh(packed) if packed.buffers or len(packed.meta) >= LIGHT else 0
         if (
             in_flight > MAX_CALLS_IN_FLIGHT
@@ -440,8 +447,9 @@ class Outgoing:
         # It has no reply that would be waited for, and read: who only posts has to look himself for
         # the memory that is given back and what is acknowledged. While a call is under way somebody
         # reads.
+        self._posts += 1
         if (
-            packed.buffers or self.link.session.kept_frames >= MUCH_KEPT
+            not self._posts % LOOK_EVERY or (packed.buffers and weigh(packed) >= HEAVY)
         ) and not self.agent.node.calls.expects(self._worker):
             self._read_aside(self._take_up)
         self.link.send(
@@ -495,7 +503,7 @@ class Outgoing:
         """Whether there is room for a call that waits; then it has taken its place."""
         with self._room:
             # Without those that wait: they would keep each other out, were they many.
-            left = self.agent.node.calls.in_flight(self._worker) - self._held
+            left = len(self._open) - self._held
             if left >= min(MAX_CALLS_IN_FLIGHT, self._allowed):
                 return False
             if size and not self._cargo.load(pending.call_id, size):

@@ -27,9 +27,9 @@ import contextlib
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -54,6 +54,8 @@ OVER = "relay.over"
 
 _HEAD = struct.Struct("<QQBB")
 """The driver, the number that it gave, at which stage, and how many there are."""
+_AT = 16
+"""Where in it the stage is."""
 _STAGE = struct.Struct("<3Q")
 MOST_STAGES = 255
 MOST_OVER = 1 << 12
@@ -93,20 +95,24 @@ def read_course(data: bytes) -> Course:
     """What `Course.write` wrote. Raises `ValueError` if it is none."""
     try:
         driver, number, at, count = _HEAD.unpack_from(data)
-        places = range(_HEAD.size, _HEAD.size + count * _STAGE.size, _STAGE.size)
-        stages = tuple([ReferenceId(*_STAGE.unpack_from(data, place)) for place in places])
+        end = _HEAD.size + count * _STAGE.size
+        stages = tuple(map(ReferenceId._make, _STAGE.iter_unpack(data[_HEAD.size : end])))
     except struct.error:
         raise ValueError("a relay that does not say where it leads") from None
-    if at >= count:
-        raise ValueError("a relay that is at none of its stages")
-    method = data[_HEAD.size + count * _STAGE.size :].decode()
-    return Course((driver, number), at, stages, method)
+    if not at < count == len(stages):
+        raise ValueError("a relay that is at none of its stages, or does not name them all")
+    return Course((driver, number), at, stages, data[end:].decode())
+
+
+def _a_stage_on(data: bytes) -> bytes:
+    """What is written of a course, as the next stage is to read it."""
+    return b"".join((data[:_AT], bytes((data[_AT] + 1,)), data[_AT + 1 :]))
 
 
 class _Expected(NamedTuple):
-    """What the last worker keeps: the workers on the way, and how to answer the driver."""
+    """What the last worker keeps: the stages on the way, and how to answer the driver."""
 
-    workers: frozenset[int]
+    stages: tuple[ReferenceId, ...]
     finish: Finish
 
 
@@ -154,21 +160,20 @@ class Relays:
         node = self._node
         if len(stages) > MOST_STAGES:
             raise ValueError(f"{name} is a relay of more than {MOST_STAGES} stages")
-        for stage in stages:
-            if node.is_lost(stage.owner):
-                raise node.loss_of(stage.owner)
-        course = Course((node.info.id, next(self._numbers)), 0, tuple(stages), method)
+        for worker in self._lost_among(stages):
+            raise node.loss_of(worker)
+        number = next(self._numbers)
+        course = Course((node.info.id, number), 0, tuple(stages), method)
         data = course.write()
         leaving: list[Callable[[], None]] = []
         last = node.members.member(course.last).info
         expects = Parcel(EXPECT, data, ())
         pending = node.call(last, EXPECT, (), None, timeout, None, expects, leaving)
         pending.target = name
-        number = course.ticket[1]
         self._driven[number] = course, pending
         try:
             try:
-                first = course.here.owner
+                first = stages[0].owner
                 node.post(first, PASS_ON, Parcel(PASS_ON, data, (tensor,)), node.crossing.current())
             except BaseException as error:
                 node.drop(pending)
@@ -179,15 +184,20 @@ class Relays:
             for leave in leaving:
                 leave()
             # A loss before the entry was made was told to nobody.
-            for stage in stages:
-                if node.is_lost(stage.owner):
-                    self._fail(pending, node.loss_of(stage.owner))
+            for worker in self._lost_among(stages):
+                self._fail(pending, node.loss_of(worker))
             return node.wait(pending)
         except BaseException:
             node.post(course.last, OVER, data)
             raise
         finally:
             del self._driven[number]
+
+    def _lost_among(self, stages: Iterable[ReferenceId]) -> Iterable[int]:
+        """The workers of these stages that are gone."""
+        if not self._node.has_losses:
+            return ()
+        return [stage.owner for stage in stages if self._node.is_lost(stage.owner)]
 
     def _fail(self, pending: Pending, error: Any) -> None:
         """The driver's call will not be answered as it should."""
@@ -215,7 +225,7 @@ class Relays:
         """The tensor is here: run this stage."""
         if type(parcel) is not Parcel or len(parcel.tensors) != 1:
             raise ValueError("a relay that brings no tensor")
-        self._arrived(read_course(parcel.data), parcel.tensors[0])
+        self._arrived(parcel.data, parcel.tensors[0])
 
     def _on_unread(self, sender: int, frame: Frame, reason: str) -> None:
         """A tensor was not taken in, as autograd keeps no more of them, say: its driver waits."""
@@ -229,39 +239,37 @@ class Relays:
     def _on_call(self, sender: int, data: Any, value: Any) -> None:
         """As `_on_pass_on`, for what is not a tensor alone: it may be that it cannot be read here,
         and that is told to who sends it."""
-        self._arrived(read_course(data), value)
+        self._arrived(data, value)
 
-    def _arrived(self, course: Course, value: Any) -> None:
-        self._refuse_if_data_only()
-        node = self._node
+    def _arrived(self, data: bytes, value: Any) -> None:
+        node, course = self._node, read_course(data)
+        if node.data_only:
+            self._refuse()
         if course.here.owner != node.info.id:
             raise ValueError("a relay came to a worker that has none of its values")
         scope = node.crossing.current()
         if not course.is_through:
-            self._run(course, value, partial(self._pass_on, course, scope))
+            self._run(course, value, partial(self._pass_on, course, data, scope))
             return
         if node.values.journey.unconfirmed:
             # They are known to this thread, and another may run the stage.
             node.values.await_confirmed()
-
-        def arrive(finish: Finish) -> None:
-            self._within(scope, lambda: self._run(course, value, finish))
-
         ticket = course.ticket
         with self._lock:
-            if ticket in self._over or node.is_lost(ticket[0]):
-                return
             expected = self._expected.pop(ticket, None)
             if expected is None:
-                self._early[ticket] = arrive
+                if ticket not in self._over and not node.is_lost(ticket[0]):
+                    self._early[ticket] = partial(self._run_within, scope, course, value)
                 return
         self._run(course, value, expected.finish)
 
-    def _refuse_if_data_only(self) -> None:
-        if self._node.data_only:
-            raise Refused(f"worker {self._node.info.name!r} takes data only and passes none on")
+    def _refuse(self) -> NoReturn:
+        raise Refused(f"worker {self._node.info.name!r} takes data only and passes none on")
 
-    def _within(self, scope: Any, work: Callable[[], None]) -> None:
+    def _run_within(self, scope: Any, course: Course, value: Any, finish: Finish) -> None:
+        self._within(scope, lambda: self._run(course, value, finish))
+
+    def _within(self, scope: Any, work: Callable[[], object]) -> None:
         if scope is None:
             work()
         else:
@@ -281,36 +289,30 @@ class Relays:
         finish(result, None)
 
     def _pass_on(
-        self, course: Course, scope: Any, value: object, error: BaseException | None
+        self, course: Course, data: bytes, scope: Any, value: object, error: BaseException | None
     ) -> None:
+        """`data` is the course as it came."""
+        node = self._node
         try:
             if error is not None:
                 raise error
-            onward = course._replace(at=course.at + 1)
-            if type(value) is Tensor and onward.here.owner != self._node.info.id:
-                self._post(onward, value, scope)
+            to, onward = course.stages[course.at + 1].owner, _a_stage_on(data)
+            if type(value) is Tensor and to != node.info.id:
+                if node.is_lost(to):
+                    raise node.loss_of(to)
+                node.post(to, PASS_ON, Parcel(PASS_ON, onward, (value,)), scope)
             else:
-                self._within(scope, lambda: self._call(onward, value))
+                # What is not a tensor alone, or goes to this worker itself.
+                on_settled = partial(self._passed_on, course)
+                info, args = node.members.member(to).info, (onward, value)
+                self._within(scope, lambda: node.call(info, PASS_ON, args, None, 0, on_settled))
         except Unpackable as problem:
-            whose = f"the result of a method on worker {self._node.info.name!r}"
+            whose = f"the result of a method on worker {node.info.name!r}"
             told = of_relayed(problem, whose)
             told.__cause__ = problem.__cause__
             self._tell_failure(course, told)
         except BaseException as problem:
             self._tell_failure(course, problem)
-
-    def _post(self, onward: Course, tensor: Tensor, scope: Any) -> None:
-        node, to = self._node, onward.here.owner
-        if node.is_lost(to):
-            raise node.loss_of(to)
-        node.post(to, PASS_ON, Parcel(PASS_ON, onward.write(), (tensor,)), scope)
-
-    def _call(self, onward: Course, value: object) -> None:
-        """Pass on what is not a tensor alone, or goes to this worker itself."""
-        node = self._node
-        to = node.members.member(onward.here.owner).info
-        told = partial(self._passed_on, onward)
-        node.call(to, PASS_ON, (onward.write(), value), None, 0, told)
 
     def _passed_on(self, course: Course, pending: Pending) -> None:
         try:
@@ -330,31 +332,32 @@ class Relays:
     # The last worker.
 
     def _expect(self, sender: int, parcel: Any) -> Later:
-        self._refuse_if_data_only()
+        if self._node.data_only:
+            self._refuse()
         if type(parcel) is not Parcel:
             raise ValueError("a relay is expected that does not say where it leads")
         course = read_course(parcel.data)
         ticket = course.ticket
         if ticket[0] != sender or course.last != self._node.info.id:
             raise ValueError("a relay is expected by its driver only, and by its last worker")
-        workers = frozenset(stage.owner for stage in course.stages) - {self._node.info.id}
+        return Later(partial(self._await_arrival, ticket, course.stages))
 
-        def subscribe(finish: Finish) -> None:
-            with self._lock:
-                is_over = ticket in self._over
-                arrive = self._early.pop(ticket, None)
-                if arrive is None and not is_over:
-                    self._expected[ticket] = _Expected(workers, finish)
-            if is_over:
-                finish(None, _over())
-            elif arrive is not None:
-                arrive(finish)
-            else:
-                # A loss before the entry was made was told to nobody.
-                for worker in filter(self._node.is_lost, workers):
-                    self._let_go_of(worker)
-
-        return Later(subscribe)
+    def _await_arrival(
+        self, ticket: Ticket, stages: tuple[ReferenceId, ...], finish: Finish
+    ) -> None:
+        with self._lock:
+            is_over = ticket in self._over
+            arrive = self._early.pop(ticket, None)
+            if arrive is None and not is_over:
+                self._expected[ticket] = _Expected(stages, finish)
+        if is_over:
+            finish(None, _over())
+        elif arrive is not None:
+            arrive(finish)
+        else:
+            # A loss before the entry was made was told to nobody.
+            for worker in self._lost_among(stages):
+                self._let_go_of(worker)
 
     def _on_over(self, sender: int, data: Any) -> None:
         """Nobody waits for what a relay brings; its driver knows."""
@@ -384,7 +387,7 @@ class Relays:
             gone = [
                 ticket
                 for ticket, expected in self._expected.items()
-                if worker == ticket[0] or worker in expected.workers
+                if worker == ticket[0] or any(each.owner == worker for each in expected.stages)
             ]
             lost = [self._expected.pop(ticket) for ticket in gone]
             for kept in (self._early, self._over):

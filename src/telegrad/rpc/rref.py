@@ -365,7 +365,7 @@ def begin_method(
     node, reference = rref._node, rref._reference
     owner = node.members.member(reference.owner).info
     written = call_parcel(reference, name, args) if message is None and not kwargs else message
-    call = (tuple(reference), name, args, kwargs or {})
+    call = () if written is not None else (tuple(reference), name, args, kwargs or {})
     pending = node.call(owner, INVOKE, call, None, timeout, None, written, leaving)
     pending.target = Method(rref, name)
     return pending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Container
 
 
@@ -13,11 +14,11 @@ class Tally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[int, int] = {}
+        self._counts: defaultdict[int, int] = defaultdict(int)
 
     def add(self, worker: int, count: int = 1) -> None:
         with self._lock:
-            self._counts[worker] = self._counts.get(worker, 0) + count
+            self._counts[worker] += count
 
     def forget(self, worker: int) -> None:
         with self._lock:

@@ -55,6 +55,7 @@ from telegrad.rpc.results import Finish
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
 
+_ABSENT = object()
 PATIENCE_WITH_LANES = 1.0
 PATIENCE_WITH_PROMISE = 60.0
 """Seconds by which the request that makes a value may come later than a reference to it; and by
@@ -259,6 +260,8 @@ class Values:
 
     def loss(self, handle: Handle) -> BaseException | None:
         """Why the value behind this handle cannot be had, ready to be raised."""
+        if not self._lost:
+            return None
         error = self._lost.get(handle) if isinstance(handle, ForkId) else None
         return None if error is None else afresh(error)
 
@@ -328,6 +331,9 @@ class Values:
 
     def find(self, reference: ReferenceId) -> tuple[bool, object, BaseException | None]:
         """Whether an owned value need not be waited for; then the value, or what went wrong."""
+        value = self._stored.get(reference, _ABSENT)
+        if value is not _ABSENT:
+            return True, value, None
         with self._guard:
             state = self._core.state(reference)
             if state is State.PENDING or state is State.PROMISED:

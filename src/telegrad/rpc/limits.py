@@ -135,9 +135,10 @@ class Ledger:
             f"rpc.Limits.{self._kind} there"
         )
 
-    def credit(self, worker: int) -> None:
-        """One that was kept for that worker is gone."""
-        del self._kept[worker][-1:]
+    def credit(self, worker: int, count: int = 1) -> None:
+        """So many that were kept for that worker are gone."""
+        if count:
+            del self._kept[worker][-count:]
 
     def count(self, worker: int) -> int:
         return len(self._kept[worker])

@@ -84,8 +84,8 @@ MUTANTS = (
     Mutant(
         "leaves with hooks do not join sources",
         "plan.py",
-        "if other != k and torch_private.tensor_hooks(node.variable):",
-        "if False:",
+        "if not torch_private.tensor_hooks(node.variable):\n                continue",
+        "if True:\n                continue",
     ),
     Mutant(
         "leaves with both kinds of hooks are not held back",

@@ -175,11 +175,11 @@ class Context:
 
     def snapshot(
         self, pass_id: int
-    ) -> tuple[dict[int, SendRecord | EnclosedSend], dict[int, RecvRecord]]:
+    ) -> tuple[Sequence[SendRecord | EnclosedSend], dict[int, RecvRecord]]:
         """Begin a pass here: all that is recorded until now takes part in it."""
         with self.lock:
             self.passes.begin(pass_id)
-            return self.sends.copy(), self.recvs.copy()
+            return (*self.sends.values(),), self.recvs.copy()
 
     def keep(self, pass_id: int, gradients: Gradients) -> None:
         """Hold what a pass found here; it counts unless the pass fails elsewhere."""
@@ -212,7 +212,7 @@ class Context:
             total = {id(leaf): gradient for leaf, gradient in self._gradients.items()}
             for found in self._uncommitted.values():
                 found.add_by_identity(total)
-        return [total.get(id(leaf)) for leaf in leaves]
+        return list(map(total.get, map(id, leaves)))
 
     def take_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """As `gradients_of`; the context has them no longer."""

@@ -62,7 +62,7 @@ class Initiator(Participant):
         if timeout is not None:
             self._timeout, self._deadline = timeout, self._node.runtime.now() + timeout
         try:
-            part = self._join(options, history, (_root_source(roots),))
+            part = self._join(options, history, _root_source(roots))
             self._advance_and_ask()
         except BaseException as error:
             self._fail(error)
@@ -77,7 +77,7 @@ class Initiator(Participant):
         if timeout is not None:
             self._timeout, self._deadline = timeout, self._node.runtime.now() + timeout
         try:
-            self._join(options, history, (_enclosed_source(self.context.enclosures),))
+            self._join(options, history, _enclosed_source(self.context.enclosures))
         except BaseException as error:
             self.give_up(error)
             raise

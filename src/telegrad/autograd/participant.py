@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -90,6 +91,7 @@ class Participant:
     _part: Part | None = None
     _run: Run | None = None
     _partners: Set[int] = frozenset()
+    _recvs: Mapping[int, RecvRecord] = MappingProxyType({})
     _early: tuple[tuple[int, Absent], ...] = ()
     _resolved = 0
     _answer: Answer | None = None
@@ -111,8 +113,6 @@ class Participant:
         self._lock = threading.Lock()
         self._inbox: list[tuple[int, Event]] = []
         self._held: list[Post] = []
-        self._sends: dict[int, SendRecord | EnclosedSend] = {}
-        self._recvs: dict[int, RecvRecord] = {}
 
     @property
     def idle(self) -> bool:
@@ -289,7 +289,7 @@ class Participant:
                     )
                 self._service.learn(self.context, event.history)
             if self._part is None:
-                self._join(event.options, event.history, ())
+                self._join(event.options, event.history)
         part = self._part
         if part is None:
             self._handle_outside(sender, event)
@@ -362,20 +362,18 @@ class Participant:
             f"the backward pass of context {self.context.id}",
         )
 
-    def _join(self, options: Options, history: History, roots: Sequence[Source]) -> Part:
+    def _join(self, options: Options, history: History, roots: Source | None = None) -> Part:
         context, worker = self.context, self._worker
         part = self._part = Part(worker, worker_of(self.pass_id), options, history)
         self.active = True
-        self._sends, self._recvs = sends, recvs = context.snapshot(self.pass_id)
+        sends, self._recvs = context.snapshot(self.pass_id)
         peers: set[int] = set()
-        sources = list(roots)
-        for record in sends.values():
+        sources = {} if roots is None else {ROOTS: roots}
+        for record in sends:
             peers.add(record.peer)
-            sources.append(Source(record.message, record.edges, record))
-        counts: dict[int, int] = {}
-        for arrived in recvs.values():
+            sources[record.message] = Source(record.message, record.edges, record)
+        for arrived in self._recvs.values():
             peers.add(arrived.peer)
-            counts[arrived.message] = len(arrived.nodes)
         peers.discard(worker)
         self._partners = peers
         if context.released:
@@ -386,7 +384,7 @@ class Participant:
             raise self._lost_error(gone, lost[gone])
         self._run = Run(
             sources,
-            counts,
+            self._recvs,
             self,
             retain_graph=options.retain_graph,
             create_graph=options.create_graph,
@@ -411,7 +409,8 @@ class Participant:
                     f"worker {self._name(self._worker)} never sent in context {self.context.id}."
                 )
             return  # Sent after the pass began here: it does not take part.
-        record = self._sends[message]
+        record = source.record
+        assert record is not None
         if not fit(record, sender, gradients):
             check_gradients(record, sender, gradients, self._name)
         if source.state is not State.PENDING:
@@ -476,14 +475,11 @@ class Participant:
     def _run_engine(self, run: Run, part: Part) -> None:
         outside = begin_work_in(self.context)
         try:
-            run.step()
-            if not run.finished:
+            if not run.step():
                 return
-            run.settle()
         finally:
             end_work(outside)
         self.context.keep(self.pass_id, run.gradients)
-        run.close()
         # The run knows this participant. As a cycle the two would keep the gradients until the
         # garbage collector comes by, which is steps of training later.
         self._run = None
@@ -566,5 +562,5 @@ class Participant:
             self._retire()
 
     def _retire(self) -> None:
-        self._sends, self._recvs = {}, {}
+        self._recvs = {}
         self.active = False

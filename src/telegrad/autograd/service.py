@@ -357,6 +357,7 @@ class OpenPass:
         try:
             self.run.done_by_caller(leaves, gradients)
             self._initiator.close()
+            self.run.close()
             failed = False
         finally:
             self._over(failed)

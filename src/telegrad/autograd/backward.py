@@ -206,12 +206,14 @@ def calls_for_answer(message: Message) -> bool:
 
 def merge_ack(posts: list[Post], ack: list[Post]) -> list[Post]:
     """Let the last gradient for the parent carry the acknowledgement, if there is one."""
-    for report in ack:
-        for place in reversed(range(len(posts))):
-            post = posts[place]
-            if post.to == report.to and isinstance(post.message, Gradient):
-                carrier = Gradient(*post.message[:-1], acknowledges=True)
-                return [*posts[:place], Post(post.to, carrier), *posts[place + 1 :]]
+    if not ack:
+        return posts
+    parent = ack[0].to
+    for place in reversed(range(len(posts))):
+        to, message = posts[place]
+        if to == parent and type(message) is Gradient:
+            posts[place] = Post(to, Gradient(*message[:-1], True))
+            return posts
     return posts + ack
 
 

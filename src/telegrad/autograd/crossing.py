@@ -195,6 +195,10 @@ def pack_note(
 def unpack_note(data: bytes) -> tuple[int, int, tuple[int, ...], tuple[int, ...], bool, bool]:
     """The fields of a `Note`."""
     try:
+        if len(data) == _NOTE_OF_ONE.size:
+            context, message, begun, flags, index = _NOTE_OF_ONE.unpack(data)
+            if not begun:
+                return context, message, (index,), (), flags & _RECORDING != 0, flags & _ALONE != 0
         context, message, begun, flags = _NOTE_HEAD.unpack_from(data)
         rest = len(data) - _NOTE_HEAD.size - 8 * begun
         numbers = struct.unpack_from(f"<{begun}Q{rest // 4}I", data, _NOTE_HEAD.size)
@@ -202,7 +206,7 @@ def unpack_note(data: bytes) -> tuple[int, int, tuple[int, ...], tuple[int, ...]
         raise AutogradError(
             f"An autograd note of {len(data)} bytes cannot be read: {error}."
         ) from error
-    recording, alone = bool(flags & _RECORDING), bool(flags & _ALONE)
+    recording, alone = flags & _RECORDING != 0, flags & _ALONE != 0
     return context, message, numbers[begun:], numbers[:begun], recording, alone
 
 

@@ -107,7 +107,8 @@ class Initiator(Participant):
         """The caller of `backward` has done its share: wait for the end, and say how it was."""
         try:
             while unread := self._take_unread():
-                self._let_others_read(unread[:-1])
+                if len(unread) > 1:
+                    self._let_others_read(unread[:-1])
                 self._await_answer(part, unread[-1])
             self._await_end(part)
         except BaseException as error:
@@ -144,6 +145,8 @@ class Initiator(Participant):
         return [] if payload is None else [decode(payload)[2]]
 
     def _take_unread(self) -> list[Pending]:
+        if not self._unread:
+            return []
         with self._lock:
             unread, self._unread = list(self._unread.values()), {}
         return unread
@@ -277,7 +280,8 @@ class Initiator(Participant):
             part = self._part
             if part is not None and (part.ended or part.failure is not None):
                 for pending in self._asked:
-                    self._node.drop(pending)
+                    if not pending.done:
+                        self._node.drop(pending)
 
 
 def _root_source(roots: Sequence[Tensor]) -> Source:

@@ -85,26 +85,11 @@ class Outlet(Protocol):
 class Run:
     """One pass over one worker's graph. Driven by one thread at a time."""
 
-    __slots__ = (
-        "_answered",
-        "_captured",
-        "_closed",
-        "_create",
-        "_current",
-        "_enclosing",
-        "_fired",
-        "_groups",
-        "_left_tasks",
-        "_nodes",
-        "_open",
-        "_outlet",
-        "_recvs",
-        "_retain",
-        "_stirred",
-        "brief",
-        "gradients",
-        "sources",
-    )
+    # What few runs need is set when they do.
+    _current: Group | None = None
+    _captured: list[tuple[list[tuple[int, Any, int]], list[Tensor | None]]]
+    _left_tasks = False
+    _closed = False
 
     def __init__(
         self,
@@ -141,12 +126,8 @@ class Run:
         roots = sources.get(ROOTS)
         self._stirred = [] if roots is None else [self._groups[roots.group]]
         """Groups of which a source was resolved since they were last looked at."""
-        self._current: Group | None = None
         self._fired: dict[int, dict[int, Tensor | None]] = {}
         self._answered: set[int] = set()
-        self._captured: list[tuple[list[tuple[int, Any, int]], list[Tensor | None]]] = []
-        self._left_tasks = False
-        self._closed = False
         self._answer_unreached()
 
     def resolve(self, message: int, gradients: Sequence[Tensor | None] | None) -> None:
@@ -328,7 +309,11 @@ class Run:
 
     def _run(self, group: Group) -> None:
         self._current = group
-        held = self._held_leaves(group)
+        hooked = torch_private.hooked_leaves(group.leaves)
+        if not hooked and group.stages is None:
+            self._run_whole(group)
+            return
+        held = self._held_leaves(hooked)
         if held and group.stages is None:
             make_stages(group, self._enclosing)
         if group.stages is None:
@@ -336,9 +321,8 @@ class Run:
         else:
             self._run_staged(group, group.stages, held)
 
-    def _held_leaves(self, group: Group) -> set[Any]:
+    def _held_leaves(self, hooked: list[Any]) -> set[Any]:
         """Leaves whose hooks run when the sum is accumulated for real, and must not run before."""
-        hooked = torch_private.hooked_leaves(group.leaves) if group.leaves else ()
         return set(accumulating_for_real(hooked)) if hooked else set()
 
     def _run_whole(self, group: Group) -> None:

@@ -278,25 +278,32 @@ class Participant:
 
     def _handle(self, sender: int, event: Event) -> None:
         if type(event) is Asked:
-            self._answer_empty()
+            if self._answer is not None:
+                self._answer_empty()
             self._answer, event = event.answer, event.message
         if type(event) is Gradient or type(event) is Begin:
             if event.history.over_below:
-                if worker_of(event.history.over_below) != worker_of(self.pass_id):
-                    raise AutogradError(
-                        f"Worker {self._name(sender)} tells in pass {self.pass_id} of passes "
-                        "that another worker began."
-                    )
-                self._service.learn(self.context, event.history)
+                self._learn(sender, event.history)
             if self._part is None:
                 self._join(event.options, event.history)
         part = self._part
         if part is None:
             self._handle_outside(sender, event)
         elif part.failure is None:
-            self._handle_inside(part, sender, event)
+            if type(event) is Gradient:
+                self._handle_gradient(part, sender, event)
+            else:
+                self._handle_inside(part, sender, event)
             if self._answer is not None and not part.owes(self._answer.asker):
                 self._answer_empty()
+
+    def _learn(self, sender: int, history: History) -> None:
+        if worker_of(history.over_below) != worker_of(self.pass_id):
+            raise AutogradError(
+                f"Worker {self._name(sender)} tells in pass {self.pass_id} of passes that another "
+                "worker began."
+            )
+        self._service.learn(self.context, history)
 
     def _handle_outside(self, sender: int, event: Event) -> None:
         """Nothing has engaged this worker in the pass so far."""
@@ -311,16 +318,18 @@ class Participant:
             case Fail(failure):
                 self._flood(failure, sender)
 
+    def _handle_gradient(self, part: Part, sender: int, event: Gradient) -> None:
+        _, _, engages, message, gradients, acknowledges = event
+        if not engages:
+            part.overtook(sender)
+        elif answer := part.engage(sender):
+            self._send(answer)
+        self._resolve(part, sender, message, gradients)
+        if acknowledges:
+            part.acknowledged()
+
     def _handle_inside(self, part: Part, sender: int, event: Event) -> None:
         match event:
-            case Gradient(_, _, engages, message, gradients, acknowledges):
-                if not engages:
-                    part.overtook(sender)
-                elif answer := part.engage(sender):
-                    self._send(answer)
-                self._resolve(part, sender, message, gradients)
-                if acknowledges:
-                    part.acknowledged()
             case Begin():
                 self._send(part.begin(sender, self._partners))
             case Absent(messages):
@@ -379,7 +388,7 @@ class Participant:
         if context.released:
             raise AutogradError(f"Context {context.id} was released during backward.")
         lost = self._node.lost_workers()
-        if lost and not peers.isdisjoint(lost):
+        if not peers.isdisjoint(lost):
             gone = min(peers.intersection(lost))
             raise self._lost_error(gone, lost[gone])
         self._run = Run(
@@ -462,8 +471,9 @@ class Participant:
         except BaseException as error:
             self._fail(error)
             return []
-        posts, self._held = self._held, []
-        posts += part.rest(self._partners)
+        posts = part.rest(self._partners)
+        if self._held:
+            posts, self._held = self._held + posts, []
         if self._follower is None:
             return merge_ack(posts, part.report())
         if self._follower.brief:

@@ -36,6 +36,7 @@ and is not counted; an `Absent` that engages anyone (its receiver may not belong
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -217,7 +218,9 @@ def merge_ack(posts: list[Post], ack: list[Post]) -> list[Post]:
     return posts + ack
 
 
-_STRIDED = torch.strided
+_SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
+_LAYOUT = attrgetter("layout")
+_STRIDED = {torch.strided}
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
@@ -225,15 +228,13 @@ def fit(
     record: SendRecord | EnclosedSend, sender: int, gradients: Sequence[Tensor | None] | None
 ) -> bool:
     """Nearly always true, and quick to tell; what is wrong otherwise, `check_gradients` finds."""
-    shapes = record.shapes
-    if sender != record.peer or gradients is None or len(gradients) != len(shapes):
+    if sender != record.peer or not gradients:
         return False
-    for gradient, (shape, dtype) in zip(gradients, shapes, strict=True):
-        if gradient is not None and not (
-            gradient.shape == shape and gradient.dtype is dtype and gradient.layout is _STRIDED
-        ):
-            return False
-    return True
+    try:
+        shapes = [*map(_SHAPE_AND_DTYPE, gradients)]
+    except AttributeError:
+        return False  # Some are absent.
+    return shapes == record.shapes and {*map(_LAYOUT, gradients)} == _STRIDED
 
 
 def check_gradients(

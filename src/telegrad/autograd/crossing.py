@@ -141,15 +141,6 @@ RecvNode.__eq__ = _same_message
 RecvNode.__hash__ = object.__hash__
 
 
-def make_recv(message: int, index: int, peer: int, tensor: Tensor) -> tuple[Tensor, Node]:
-    """The tensor as the user sees it, and its node, which sends the gradient back."""
-    tensor.requires_grad_(False)
-    received = _recv(_ANCHOR, message, index, peer, [tensor])
-    node = received.grad_fn
-    assert node is not None
-    return received, node
-
-
 _RECORDING, _ALONE = 1, 2
 _NOTE_HEAD = struct.Struct("<QQHH")
 _NOTE_OF_ONE = struct.Struct("<QQHHI")
@@ -235,10 +226,11 @@ class AutogradCrossing:
     def leaving(self, node: Any, to: int, tensors: Sequence[Tensor], scope: Scope) -> bytes:
         """Record a send if the message needs one; the note that travels with it."""
         context = scope.context
+        service = service_of(node)
         alone = False
         if to not in context.known_workers:
             context.known_workers.add(to)
-            alone = service_of(node).container.is_alone(context)
+            alone = service.container.is_alone(context)
         if context.released:
             return b""
         if not scope.recording:
@@ -253,7 +245,7 @@ class AutogradCrossing:
                 shapes.append((tensor.shape, tensor.dtype))
         if not indices:
             return pack_note(context.id, alone=alone)
-        message = service_of(node).next_message()
+        message = service.next_message()
         record: SendRecord | EnclosedSend
         if scope.enclosed is None:
             record = SendRecord(message, to, _send(message, to, *sent), shapes)
@@ -277,7 +269,8 @@ class AutogradCrossing:
         if alone and sender == context.origin:
             service.end_earlier(context)
         if message:
-            record, tensors = _receive(node, sender, message, indices, tensors)
+            nodes, tensors = _receive(node, sender, message, indices, tensors)
+            record = RecvRecord(message, sender, nodes)
             missed = context.add_recv(record, begun)
             if missed:
                 service.missed(context, missed, record)
@@ -300,7 +293,9 @@ class AutogradCrossing:
 
 def _receive(
     node: Any, sender: int, message: int, indices: tuple[int, ...], tensors: list[Tensor]
-) -> tuple[RecvRecord, list[Tensor]]:
+) -> tuple[list[Node], list[Tensor]]:
+    """A node for each tensor that needs gradient, which sends it back, and all tensors as the user
+    sees them."""
     if message >> WORKER_SHIFT != sender:
         raise AutogradError(
             f"Message {message} from worker {node.members.name(sender)!r} has a number that worker "
@@ -312,8 +307,9 @@ def _receive(
             f"{max(indices, default=None)} needs gradient, but carries {len(tensors)} tensors."
         )
     tensors = tensors.copy()
-    nodes: list[Node] = []
+    nodes: list[Any] = []
     for place, index in enumerate(indices):
-        tensors[index], recv = make_recv(message, place, sender, tensors[index])
-        nodes.append(recv)
-    return RecvRecord(message, sender, nodes), tensors
+        tensor = tensors[index].requires_grad_(False)
+        received = tensors[index] = _recv(_ANCHOR, message, place, sender, [tensor])
+        nodes.append(received.grad_fn)
+    return nodes, tensors

@@ -246,13 +246,14 @@ class Initiator(Participant):
     def _advance_and_ask(self) -> None:
         """As `_advance`; but afterwards the calling thread only waits, so it may ask."""
         posts = self._progress()
-        for place in reversed(range(len(posts))):
-            if calls_for_answer(posts[place].message):
-                self._send(posts[:place])
-                self._ask(posts[place])
-                posts = posts[place + 1 :]
-                break
-        self._send(posts)
+        asking = len(posts) - 1
+        while asking >= 0 and not calls_for_answer(posts[asking].message):
+            asking -= 1
+        for place, post in enumerate(posts):
+            if place == asking:
+                self._ask(post)
+            else:
+                self._send([post])
         if self._follower is not None:
             self._follow()
 
@@ -276,12 +277,11 @@ class Initiator(Participant):
 
     def _drive(self, batch: Sequence[tuple[int, Event]] = ()) -> None:
         super()._drive(batch)
-        if self._asked:
-            part = self._part
-            if part is not None and (part.ended or part.failure is not None):
-                for pending in self._asked:
-                    if not pending.done:
-                        self._node.drop(pending)
+        part = self._part
+        if self._asked and part is not None and (part.ended or part.failure is not None):
+            for pending in self._asked:
+                if not pending.done:
+                    self._node.drop(pending)
 
 
 def _root_source(roots: Sequence[Tensor]) -> Source:

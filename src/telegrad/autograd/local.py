@@ -130,9 +130,8 @@ class Run:
         self._answered: set[int] = set()
         self._answer_unreached()
 
-    def resolve(self, message: int, gradients: Sequence[Tensor | None] | None) -> None:
+    def resolve(self, source: Source, gradients: Sequence[Tensor | None] | None) -> None:
         """Take note of what came for a source. Never runs the engine."""
-        source = self.sources[message]
         if gradients is None:
             source.state = State.ABSENT
         else:
@@ -150,17 +149,16 @@ class Run:
         """Run all that can run now; whether that was all. Then the hooks of leaves see the sums."""
         while self._stirred:
             group = self._stirred.pop()
-            if len(group.sources) == 1:
-                # Most groups have one source, and all is said with what it has come to.
-                state = group.sources[0].state
-                if state is State.ABSENT and not group.done:
-                    self._finish(group)
-                while state is State.GRADIENT and not group.done:
+            # Most groups have one source, and all is said with what it has come to.
+            if len(group.sources) > 1:
+                self._settle_absent_sources(group)
+                while self._runnable(group):
                     self._run(group)
-                continue
-            self._settle_absent_sources(group)
-            while self._runnable(group):
-                self._run(group)
+            elif group.sources[0].state is State.GRADIENT:
+                while not group.done:
+                    self._run(group)
+            elif not group.done:
+                self._finish(group)
         if self._left_tasks:
             self._drop_tasks()
         if self._open or self._closed:

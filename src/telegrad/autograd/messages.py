@@ -233,15 +233,13 @@ def _encode_gradient(context_id: int, pass_id: int, message: Gradient) -> Parcel
         head += _write_sequel(options.sequel)
     if failed:
         head += pack(f"<{len(failed)}Q", *failed)
-    tensors: list[Tensor] = []
-    if count == 1 and gradients[0] is not None:
-        tensors.append(gradients[0])
-    else:
-        places, tensors = _numbered(gradients)
-        head += pack(f"<{count}I", *places)
+    only = gradients[0] if count == 1 else None
+    if only is not None:
+        return Parcel(TOPIC, head, [only if options.create_graph else _compact(only)])
+    places, tensors = _numbered(gradients)
+    head += pack(f"<{count}I", *places)
     if not options.create_graph:
-        for place, tensor in enumerate(tensors):
-            tensors[place] = _compact(tensor)
+        tensors = [_compact(tensor) for tensor in tensors]
     return Parcel(TOPIC, head, tensors)
 
 

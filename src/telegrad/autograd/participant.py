@@ -429,7 +429,7 @@ class Participant:
             )
         if gradients is None and part.options.mode is Mode.FAST:
             raise self._unused(record)
-        self._run.resolve(message, gradients)
+        self._run.resolve(source, gradients)
         self._resolved += 1
 
     def _forget_source(self, part: Part, message: int) -> None:
@@ -438,7 +438,7 @@ class Participant:
         if source is None or part.complete or source.state is not State.PENDING:
             return
         assert self._run is not None
-        self._run.resolve(message, None)
+        self._run.resolve(source, None)
         self._resolved += 1
 
     def _unused(self, record: SendRecord | EnclosedSend) -> UnusedResult:

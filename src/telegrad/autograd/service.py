@@ -264,19 +264,21 @@ class Autograd:
         context = self.container.join(context_id, sender)
         if context is None:
             return None
-        initiator = worker_of(pass_id)
-        if pass_id not in context.participants and not self.may_be_worker(initiator):
+        participant = context.participants.get(pass_id)
+        if participant is not None:
+            return participant
+        initiator = pass_id >> WORKER_SHIFT
+        if not self.may_be_worker(initiator):
             raise AutogradError(
                 f"Worker {self.node.members.name(sender)!r} speaks of a pass that worker "
                 f"{self.node.members.name(initiator)!r} began, who is not in "
                 "this job."
             )
         with context.lock:
-            if context.released or context.passes.is_over(pass_id):
-                return None
             participant = context.participants.get(pass_id)
             if participant is None:
-                if initiator == self.node.info.id:
+                is_over = context.released or context.passes.is_over(pass_id)
+                if is_over or initiator == self.node.info.id:
                     return None
                 self._passes.charge(sender)
                 participant = context.participants[pass_id] = Participant(self, context, pass_id)

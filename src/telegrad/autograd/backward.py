@@ -58,6 +58,8 @@ from telegrad.autograd.messages import (
     Options,
 )
 
+_ACK = Ack()
+
 
 class Post(NamedTuple):
     """Send `message` to worker `to`."""
@@ -102,7 +104,7 @@ class Part:
             self._overtaken -= {sender}
             return []
         if self._initiator or self._parent is not None:
-            return [Post(sender, Ack())]
+            return [Post(sender, _ACK)]
         self._parent = sender
         self._told.add(sender)
         return []
@@ -162,7 +164,7 @@ class Part:
         if parent is None or not self.ended or self.failure is not None:
             return []
         self._parent = None
-        return [Post(parent, Ack())]
+        return [Post(parent, _ACK)]
 
     def owes(self, sender: int) -> bool:
         """Is an acknowledgement for `sender` still to come?"""

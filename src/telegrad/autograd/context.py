@@ -171,7 +171,7 @@ class Context:
                 if self._ledger is not None and record.message not in self.recvs:
                     self._ledger.charge(record.peer)
                 self.recvs[record.message] = record
-            begun = self.passes.begun()
+            begun = self.passes.begun
             return [p for p in begun if p not in set(begun_at_sender)] if begun else []
 
     def snapshot(

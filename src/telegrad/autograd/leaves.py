@@ -44,8 +44,6 @@ def own_all(gradients: dict[Any, Tensor]) -> None:
     that belongs to several leaves (`a + b` gives both the same) is copied for each, as in torch's
     distributed autograd, so that none depends on who came first.
     """
-    if _are_owned(gradients.values()):
-        return
     shared = _held_twice(gradients.values())
     owners, strided = torch_private.owners, torch.strided
     for leaf, gradient in gradients.items():
@@ -129,6 +127,8 @@ class Gradients:
         self, leaves: Collection[Any], gradients: Sequence[Tensor | None], create_graph: bool
     ) -> None:
         """As `add`, for leaves of which none comes twice. There may be more gradients."""
+        if not leaves:
+            return
         found = zip(leaves, gradients, strict=False)
         if self._by_node:
             self.add(found, create_graph)
@@ -160,7 +160,7 @@ class Gradients:
         by_node = self._by_node
         if not by_node:
             return
-        if not create_graph:
+        if not (create_graph or _are_owned(by_node.values())):
             own_all(by_node)
         accumulators = accumulating_for_real(by_node)
         if accumulators:

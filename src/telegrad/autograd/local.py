@@ -42,6 +42,7 @@ from telegrad.autograd.enclosed import Enclosure, leaves_of
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.freeing import LARGE, free_without_recursion
 from telegrad.autograd.leaves import Gradients, accumulating_for_real, add
+from telegrad.autograd.messages import Options
 from telegrad.autograd.plan import (
     ROOTS,
     Edge,
@@ -96,10 +97,8 @@ class Run:
         sources: dict[int, Source],
         recvs: Mapping[int, RecvRecord],
         outlet: Outlet,
-        *,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-        enclosures: Sequence[Enclosure] = (),
+        options: Options,
+        enclosures: Sequence[Enclosure],
     ) -> None:
         """Both sources and recvs by their messages. Roots among the sources have their gradients;
         what came for the others is told by `resolve`."""
@@ -107,12 +106,10 @@ class Run:
         self.gradients = Gradients()
         self._outlet = outlet
         self._recvs = recvs
-        self._retain = retain_graph or create_graph
-        self._create = create_graph
+        self._create = options.create_graph
+        self._retain = options.retain_graph or self._create
         self._enclosing = leaves_of(enclosures) if enclosures else {}
         self._groups, self._nodes = form_groups(sources.values(), self._enclosing)
-        if len(self._nodes) > LARGE:
-            free_without_recursion(self._nodes)
         if self._retain:
             torch_private.keep_compiled_nodes_usable(self._nodes)
         if torch_private.hooks_of_compiled_modules.ever:
@@ -122,6 +119,8 @@ class Run:
         if not self.brief:
             for group in self._groups:
                 run_first(group.recvs)
+            if len(self._nodes) > LARGE:
+                free_without_recursion(self._nodes)
         self._open = len(self._groups)
         roots = sources.get(ROOTS)
         self._stirred = [] if roots is None else [self._groups[roots.group]]
@@ -339,30 +338,26 @@ class Run:
                     else:
                         edges.append(edge)
                         gradients.append(gradient)
-        if not edges:
-            self.gradients.add(sums, self._create)
-        elif self.brief and not torch_private.node_hooks.ever:
-            self._stop_at_recvs(group, edges, gradients, sums)
-        else:
+        if edges and self.brief and not torch_private.node_hooks.ever:
+            self._stop_at_recvs(group, edges, gradients)
+        elif edges:
             leaves = list(group.leaves)
-            self._deliver(leaves, self._call(edges, gradients, leaves, group), sums)
+            results = self._call(edges, gradients, leaves, group)
+            self.gradients.add_each(leaves, results, self._create)
+        if sums:
+            self.gradients.add(sums, self._create)
         self._finish(group)
 
-    def _stop_at_recvs(
-        self,
-        group: Group,
-        edges: list[Edge],
-        gradients: list[Tensor],
-        sums: list[tuple[Any, Tensor]],
-    ) -> None:
+    def _stop_at_recvs(self, group: Group, edges: list[Edge], gradients: list[Tensor]) -> None:
         """Have the engine give what flows to the recvs instead of running them. Hooks on their
         nodes would not run."""
         ends = [*group.leaves, *group.recvs]
         results = self._enter_engine(edges, gradients, ends) if ends else ()
-        self._deliver(group.leaves, results, sums)
-        for recv, gradient in zip(group.recvs, results[len(group.leaves) :], strict=False):
-            if gradient is not None:
-                self.fire(recv.message, recv.index, gradient)
+        self.gradients.add_each(group.leaves, results, self._create)
+        if group.recvs:
+            for recv, gradient in zip(group.recvs, results[len(group.leaves) :], strict=True):
+                if gradient is not None:
+                    self.fire(recv.message, recv.index, gradient)
 
     def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:
         for source in group.sources:
@@ -389,7 +384,8 @@ class Run:
             self._answer_unreachable(group)
             assert stages.ran != before, "a suspended call made no progress"
             return
-        self._deliver(leaves, results, self._leaf_sums(stages, held))
+        self.gradients.add_each(leaves, results, self._create)
+        self.gradients.add(self._leaf_sums(stages, held), self._create)
         self._finish(group)
 
     def _run_last(self, group: Group, stages: Stages, held: set[Any]) -> None:
@@ -397,7 +393,8 @@ class Run:
         edges, gradients = self._roots(stages, held)
         leaves = [leaf for leaf in group.leaves if leaf not in held]
         results = self._call(edges, gradients, leaves, group) if edges else ()
-        self._deliver(leaves, results, self._leaf_sums(stages, held))
+        self.gradients.add_each(leaves, results, self._create)
+        self.gradients.add(self._leaf_sums(stages, held), self._create)
         self._finish(group)
 
     def _roots(self, stages: Stages, held: set[Any]) -> tuple[list[Edge], list[Tensor]]:
@@ -477,16 +474,6 @@ class Run:
         """Called by a node: run a graph that belongs to it alone, and capture it at its leaves."""
         edges, gradients = [edge for edge, _ in roots], [gradient for _, gradient in roots]
         return torch_private.run_engine(edges, gradients, leaves, (), self._retain, self._create)
-
-    def _deliver(
-        self,
-        leaves: Collection[Any],
-        results: Sequence[Tensor | None],
-        sums: list[tuple[Any, Tensor]],
-    ) -> None:
-        self.gradients.add_each(leaves, results, self._create)
-        if sums:
-            self.gradients.add(sums, self._create)
 
     def _keep(self, stages: Stages, weighted: list[tuple[Edge, Tensor]]) -> None:
         kept = stages.kept

@@ -166,8 +166,31 @@ def _compact(gradient: Tensor) -> Tensor:
 
 
 def encode(context_id: int, pass_id: int, message: Message) -> Parcel:
-    if type(message) is Gradient:
-        return _encode_gradient(context_id, pass_id, message)
+    if type(message) is not Gradient:
+        return _encode_other(context_id, pass_id, message)
+    options, (over, failed), engages, number, gradients, acknowledges = message
+    bits = options.bits
+    if engages:
+        bits |= _ENGAGES
+    if acknowledges:
+        bits |= _ACKNOWLEDGES
+    count = len(gradients)
+    head = _HEAD.pack(_GRADIENT, bits, len(failed), count, context_id, pass_id, over, number)
+    if options.sequel is not None:
+        head += _write_sequel(options.sequel)
+    if failed:
+        head += pack(f"<{len(failed)}Q", *failed)
+    only = gradients[0] if count == 1 else None
+    if only is not None:
+        return Parcel(TOPIC, head, [only if options.create_graph else _compact(only)])
+    places, tensors = _numbered(gradients)
+    head += pack(f"<{count}I", *places)
+    if not options.create_graph:
+        tensors = [_compact(tensor) for tensor in tensors]
+    return Parcel(TOPIC, head, tensors)
+
+
+def _encode_other(context_id: int, pass_id: int, message: Message) -> Parcel:
     kind = bits = over = number = 0
     numbers: tuple[int, ...] = ()
     texts = sequel = b""
@@ -218,29 +241,6 @@ def _followed(bits: int, key: int, data: bytes) -> Options:
     """The same for all steps of an optimizer of which nothing changes but the parameters."""
     known = _OPTIONS[bits]
     return Options(known.retain_graph, known.create_graph, known.mode, Sequel(key, data))
-
-
-def _encode_gradient(context_id: int, pass_id: int, message: Gradient) -> Parcel:
-    options, (over, failed), engages, number, gradients, acknowledges = message
-    bits = options.bits
-    if engages:
-        bits |= _ENGAGES
-    if acknowledges:
-        bits |= _ACKNOWLEDGES
-    count = len(gradients)
-    head = _HEAD.pack(_GRADIENT, bits, len(failed), count, context_id, pass_id, over, number)
-    if options.sequel is not None:
-        head += _write_sequel(options.sequel)
-    if failed:
-        head += pack(f"<{len(failed)}Q", *failed)
-    only = gradients[0] if count == 1 else None
-    if only is not None:
-        return Parcel(TOPIC, head, [only if options.create_graph else _compact(only)])
-    places, tensors = _numbered(gradients)
-    head += pack(f"<{count}I", *places)
-    if not options.create_graph:
-        tensors = [_compact(tensor) for tensor in tensors]
-    return Parcel(TOPIC, head, tensors)
 
 
 def _numbered(gradients: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:

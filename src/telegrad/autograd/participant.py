@@ -159,7 +159,8 @@ class Participant:
                     self._driving = False
                     break
                 batch, self._inbox = self._inbox, []
-        self._wake()
+        if self._condition is not None:
+            self._wake()
 
     # Waiting.
 
@@ -281,7 +282,32 @@ class Participant:
             if self._answer is not None:
                 self._answer_empty()
             self._answer, event = event.answer, event.message
-        if type(event) is Gradient or type(event) is Begin:
+        if type(event) is Gradient:
+            self._handle_gradient(sender, event)
+        else:
+            self._handle_other(sender, event)
+        if self._answer is not None:
+            part = self._part
+            if part is not None and part.failure is None and not part.owes(self._answer.asker):
+                self._answer_empty()
+
+    def _handle_gradient(self, sender: int, event: Gradient) -> None:
+        options, history, engages, message, gradients, acknowledges = event
+        if history.over_below:
+            self._learn(sender, history)
+        part = self._part or self._join(options, history)
+        if part.failure is not None:
+            return
+        if not engages:
+            part.overtook(sender)
+        elif answer := part.engage(sender):
+            self._send(answer)
+        self._resolve(part, sender, message, gradients)
+        if acknowledges:
+            part.acknowledged()
+
+    def _handle_other(self, sender: int, event: Event) -> None:
+        if type(event) is Begin:
             if event.history.over_below:
                 self._learn(sender, event.history)
             if self._part is None:
@@ -290,12 +316,7 @@ class Participant:
         if part is None:
             self._handle_outside(sender, event)
         elif part.failure is None:
-            if type(event) is Gradient:
-                self._handle_gradient(part, sender, event)
-            else:
-                self._handle_inside(part, sender, event)
-            if self._answer is not None and not part.owes(self._answer.asker):
-                self._answer_empty()
+            self._handle_inside(part, sender, event)
 
     def _learn(self, sender: int, history: History) -> None:
         if worker_of(history.over_below) != worker_of(self.pass_id):
@@ -317,16 +338,6 @@ class Participant:
                 self._early = (*self._early, (sender, event))
             case Fail(failure):
                 self._flood(failure, sender)
-
-    def _handle_gradient(self, part: Part, sender: int, event: Gradient) -> None:
-        _, _, engages, message, gradients, acknowledges = event
-        if not engages:
-            part.overtook(sender)
-        elif answer := part.engage(sender):
-            self._send(answer)
-        self._resolve(part, sender, message, gradients)
-        if acknowledges:
-            part.acknowledged()
 
     def _handle_inside(self, part: Part, sender: int, event: Event) -> None:
         match event:
@@ -391,19 +402,17 @@ class Participant:
         if not peers.isdisjoint(lost):
             gone = min(peers.intersection(lost))
             raise self._lost_error(gone, lost[gone])
-        self._run = Run(
-            sources,
-            self._recvs,
-            self,
-            retain_graph=options.retain_graph,
-            create_graph=options.create_graph,
-            enclosures=context.enclosures,
-        )
+        self._run = Run(sources, self._recvs, self, options, context.enclosures)
+        if self._early:
+            self._resolve_early(part)
+        return part
+
+    def _resolve_early(self, part: Part) -> None:
+        """Absences that were told before anything engaged this worker."""
         early, self._early = self._early, ()
         for sender, event in early:
             for message in event.messages:
                 self._resolve(part, sender, message, None)
-        return part
 
     def _resolve(
         self, part: Part, sender: int, message: int, gradients: Sequence[Tensor | None] | None
@@ -454,7 +463,9 @@ class Participant:
 
     def _advance(self) -> None:
         """Run the engine as far as it goes, and send what came of it."""
+        run = self._run  # If it ends now, it goes when others have been told what it found.
         self._send(self._progress())
+        del run
         if self._follower is not None:
             self._follow()
 

@@ -307,22 +307,19 @@ class Run:
     def _run(self, group: Group) -> None:
         self._current = group
         hooked = torch_private.hooked_leaves(group.leaves)
-        if not hooked and group.stages is None:
-            self._run_whole(group)
-            return
-        held = self._held_leaves(hooked)
+        held = self._held_leaves(hooked) if hooked else set()
         if held and group.stages is None:
             make_stages(group, self._enclosing)
         if group.stages is None:
-            self._run_whole(group)
+            self._run_whole(group, hooked)
         else:
             self._run_staged(group, group.stages, held)
 
     def _held_leaves(self, hooked: list[Any]) -> set[Any]:
         """Leaves whose hooks run when the sum is accumulated for real, and must not run before."""
-        return set(accumulating_for_real(hooked)) if hooked else set()
+        return set(accumulating_for_real(hooked))
 
-    def _run_whole(self, group: Group) -> None:
+    def _run_whole(self, group: Group, hooked: list[Any]) -> None:
         """The common case: all is there, nothing was cut."""
         edges: list[Edge] = []
         gradients: list[Tensor] = []
@@ -333,7 +330,7 @@ class Run:
                     node = edge[0]
                     if gradient is None or node is None:
                         continue
-                    if type(node) is LeafNode and not torch_private.tensor_hooks(node.variable):
+                    if type(node) is LeafNode and node not in hooked:
                         sums.append((node, gradient))
                     else:
                         edges.append(edge)

@@ -84,13 +84,13 @@ MUTANTS = (
     Mutant(
         "leaves with hooks do not join sources",
         "plan.py",
-        "if other != k and torch_private.tensor_hooks(node.variable):",
-        "if False:",
+        "if not torch_private.tensor_hooks(node.variable):\n                continue",
+        "if True:\n                continue",
     ),
     Mutant(
         "leaves with both kinds of hooks are not held back",
         "local.py",
-        "        return set(accumulating_for_real(hooked)) if hooked else set()\n",
+        "        return set(accumulating_for_real(hooked))\n",
         "        return set()\n",
     ),
     Mutant(

@@ -7,7 +7,9 @@ import threading
 import pytest
 
 from telegrad.autograd.container import Census, Container
+from telegrad.autograd.context import Context, RecvRecord
 from telegrad.autograd.errors import AutogradError, UnknownContext
+from telegrad.rpc.limits import unlimited
 
 
 def test_a_context_of_a_worker_that_is_none_is_not_made() -> None:
@@ -141,3 +143,41 @@ def test_many_threads_make_and_release_at_once() -> None:
         thread.join()
     assert len(set(ids)) == 1600
     assert len(container) == 0
+
+
+def test_earlier_contexts_of_an_origin_are_told_of_once_and_stay_known() -> None:
+    container = Container(1)
+    first, second, third = ((2 << 48) + number for number in (1, 2, 3))
+    of_another = container.join((3 << 48) + 1, sender=3)
+    earlier = [container.join(first, sender=2), container.join(second, sender=2)]
+    newest = container.join(third, sender=2)
+    assert newest is not None
+    assert container.take_earlier(newest) == earlier
+    assert container.take_earlier(newest) == []
+    assert container.join(first, sender=2) is earlier[0]
+    assert of_another is not None
+    assert container.take_earlier(of_another) == []
+
+
+def test_contexts_that_a_census_has_ended_are_not_told_of_as_earlier() -> None:
+    container = Container(1)
+    first, second = (2 << 48) + 1, (2 << 48) + 2
+    container.join(first, sender=2)
+    newest = container.join(second, sender=2)
+    assert newest is not None
+    container.learn(Census(2, 1, second, frozenset({second})))
+    assert container.take_earlier(newest) == []
+
+
+@pytest.mark.parametrize("peers", [(2,), (2, 3)])
+def test_a_context_that_ends_gives_back_what_it_kept_for_workers(
+    peers: tuple[int, ...],
+) -> None:
+    records = unlimited()
+    context = Context(1, records)
+    for message, peer in enumerate(peers * 2):
+        context.know(peer)
+        context.add_recv(RecvRecord(message, peer, ()), ())
+    assert [records.count(peer) for peer in peers] == [2] * len(peers)
+    context.let_go()
+    assert [records.count(peer) for peer in peers] == [0] * len(peers)

@@ -16,7 +16,7 @@ def test_a_bound_forgets_the_passes_of_that_initiator_only() -> None:
     for pass_id in (1 << 48 | 1, 1 << 48 | 2, 2 << 48 | 1):
         passes.begin(pass_id)
     assert passes.over_below(1 << 48 | 2)
-    assert passes.begun() == (1 << 48 | 2, 2 << 48 | 1)
+    assert passes.begun == (1 << 48 | 2, 2 << 48 | 1)
     assert passes.is_over(1 << 48 | 1)
     assert not passes.is_over(2 << 48 | 1)
 
@@ -58,4 +58,4 @@ def test_a_worker_remembers_few_passes_however_many_there_were() -> None:
     for number in range(1, 1000):
         passes.over_below(1 << 48 | number)
         passes.begin(1 << 48 | number)
-    assert len(passes.begun()) == 1
+    assert len(passes.begun) == 1

@@ -76,9 +76,8 @@ def test_the_engine_takes_edges_that_were_made_without_their_constructor() -> No
     y = torch.ones(2, requires_grad=True)
     product = x * y * 3
     nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in (x, y)]
-    roots = [((product.grad_fn, 0), torch.ones(2))]
     of_x, of_y = torch_private.run_engine(
-        roots, nodes[:1], [y], retain_graph=False, create_graph=False
+        [(product.grad_fn, 0)], [torch.ones(2)], nodes[:1], [y], False, False
     )
     assert torch.equal(of_x, torch.full((2,), 3.0))
     assert torch.equal(of_y, torch.full((2,), 3.0))

@@ -36,6 +36,7 @@ and is not counted; an `Absent` that engages anyone (its receiver may not belong
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,8 @@ from telegrad.autograd.messages import (
     Mode,
     Options,
 )
+
+_ACK = Ack()
 
 
 class Post(NamedTuple):
@@ -101,7 +104,7 @@ class Part:
             self._overtaken -= {sender}
             return []
         if self._initiator or self._parent is not None:
-            return [Post(sender, Ack())]
+            return [Post(sender, _ACK)]
         self._parent = sender
         self._told.add(sender)
         return []
@@ -161,7 +164,7 @@ class Part:
         if parent is None or not self.ended or self.failure is not None:
             return []
         self._parent = None
-        return [Post(parent, Ack())]
+        return [Post(parent, _ACK)]
 
     def owes(self, sender: int) -> bool:
         """Is an acknowledgement for `sender` still to come?"""
@@ -206,16 +209,20 @@ def calls_for_answer(message: Message) -> bool:
 
 def merge_ack(posts: list[Post], ack: list[Post]) -> list[Post]:
     """Let the last gradient for the parent carry the acknowledgement, if there is one."""
-    for report in ack:
-        for place in reversed(range(len(posts))):
-            post = posts[place]
-            if post.to == report.to and isinstance(post.message, Gradient):
-                carrier = Gradient(*post.message[:-1], acknowledges=True)
-                return [*posts[:place], Post(post.to, carrier), *posts[place + 1 :]]
+    if not ack:
+        return posts
+    parent = ack[0].to
+    for place in reversed(range(len(posts))):
+        to, message = posts[place]
+        if to == parent and type(message) is Gradient:
+            posts[place] = Post(to, Gradient(*message[:-1], True))
+            return posts
     return posts + ack
 
 
-_STRIDED = torch.strided
+_SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
+_LAYOUT = attrgetter("layout")
+_STRIDED = {torch.strided}
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
@@ -223,15 +230,13 @@ def fit(
     record: SendRecord | EnclosedSend, sender: int, gradients: Sequence[Tensor | None] | None
 ) -> bool:
     """Nearly always true, and quick to tell; what is wrong otherwise, `check_gradients` finds."""
-    shapes = record.shapes
-    if sender != record.peer or gradients is None or len(gradients) != len(shapes):
+    if sender != record.peer or not gradients:
         return False
-    for gradient, (shape, dtype) in zip(gradients, shapes, strict=True):
-        if gradient is not None and not (
-            gradient.shape == shape and gradient.dtype is dtype and gradient.layout is _STRIDED
-        ):
-            return False
-    return True
+    try:
+        shapes = [*map(_SHAPE_AND_DTYPE, gradients)]
+    except AttributeError:
+        return False  # Some are absent.
+    return shapes == record.shapes and {*map(_LAYOUT, gradients)} == _STRIDED
 
 
 def check_gradients(

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -72,6 +73,8 @@ class Container:
         self._may_be_worker = may_be_worker
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
+        self._brought: defaultdict[int, dict[int, Context]] = defaultdict(dict)
+        """By origin, those that others made and that `take_earlier` has not told of."""
         self._newest = (worker << WORKER_SHIFT) + first - 1
         self.max_id = (worker << WORKER_SHIFT) + COUNTER_MASK
         """The last context id that this worker can issue."""
@@ -109,21 +112,22 @@ class Container:
         """
         context = self._contexts.get(context_id)
         if context is None:
-            if not self._may_be_worker(worker_of(context_id)):
+            origin = context_id >> WORKER_SHIFT
+            if not self._may_be_worker(origin):
                 return None
             with self._lock:
                 context = self._contexts.get(context_id)
                 if context is None:
-                    if sender in self._lost or self._is_gone(context_id):
+                    if self._is_gone(context_id, origin) or sender in self._lost:
                         return None
                     self._ledger.charge(sender)
                     context = self._contexts[context_id] = Context(context_id, self._records)
                     context.brought_by = sender
+                    self._brought[origin][context_id] = context
         context.known_workers.add(sender)
         return context
 
-    def _is_gone(self, context_id: int) -> bool:
-        origin = worker_of(context_id)
+    def _is_gone(self, context_id: int, origin: int) -> bool:
         if origin == self.worker or origin in self._lost:
             return True
         census = self._census.get(origin)
@@ -147,15 +151,14 @@ class Container:
         live = self._live
         return len(live) == 1 and context.id in live
 
-    def earlier(self, context: Context) -> list[Context]:
-        """The contexts here that the same origin made before this one."""
-        if len(self._contexts) == 1:
+    def take_earlier(self, context: Context) -> list[Context]:
+        """The contexts here that the same origin made before this one. Each is told of once: it
+        stays known as one that is gone, until a census says so to all."""
+        brought = self._brought[context.origin]
+        if len(brought) == 1:
             return []
-        origin, number = context.origin, context.id
         with self._lock:
-            return [
-                c for i, c in self._contexts.items() if i < number and i >> WORKER_SHIFT == origin
-            ]
+            return [brought.pop(number) for number in [*brought] if number < context.id]
 
     def census(self) -> Census:
         """What the other workers are told of the contexts that were made here."""
@@ -199,7 +202,9 @@ class Container:
         with self._lock:
             self._lost.add(worker)
             self._census.pop(worker, None)
-            return self._remove_of(worker, lambda _: True)
+            gone = self._remove_of(worker, lambda _: True)
+            self._brought.pop(worker, None)
+            return gone
 
     def _remove_of(self, origin: int, gone: Callable[[int], bool]) -> list[Context]:
         ids = [i for i in self._contexts if i >> WORKER_SHIFT == origin and gone(i)]
@@ -207,6 +212,7 @@ class Container:
 
     def _remove(self, context_id: int) -> Context:
         context = self._contexts.pop(context_id)
+        self._brought[context.origin].pop(context_id, None)
         if context.brought_by is not None:
             self._ledger.credit(context.brought_by)
         return context

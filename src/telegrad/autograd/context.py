@@ -13,7 +13,7 @@ resolves it) or sees that the pass has begun (and is answered by *none*), never 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +27,7 @@ from telegrad.autograd.passes import Passes
 if TYPE_CHECKING:
     from telegrad.autograd.enclosed import EnclosedCall, EnclosedSend, Enclosure
     from telegrad.autograd.leaves import Gradients
+    from telegrad.autograd.messages import History
     from telegrad.autograd.participant import Participant
     from telegrad.rpc.limits import Ledger
 
@@ -170,20 +171,22 @@ class Context:
                 if self._ledger is not None and record.message not in self.recvs:
                     self._ledger.charge(record.peer)
                 self.recvs[record.message] = record
-            begun = self.passes.begun()
+            begun = self.passes.begun
             return [p for p in begun if p not in set(begun_at_sender)] if begun else []
 
     def snapshot(
         self, pass_id: int
-    ) -> tuple[dict[int, SendRecord | EnclosedSend], dict[int, RecvRecord]]:
+    ) -> tuple[Sequence[SendRecord | EnclosedSend], dict[int, RecvRecord]]:
         """Begin a pass here: all that is recorded until now takes part in it."""
         with self.lock:
             self.passes.begin(pass_id)
-            return self.sends.copy(), self.recvs.copy()
+            return (*self.sends.values(),), self.recvs.copy()
 
     def keep(self, pass_id: int, gradients: Gradients) -> None:
         """Hold what a pass found here; it counts unless the pass fails elsewhere."""
         with self.lock:
+            if self._uncommitted:
+                self._commit()
             self._uncommitted[pass_id] = gradients
 
     def discard(self, pass_id: int) -> None:
@@ -191,12 +194,31 @@ class Context:
         with self.lock:
             self._uncommitted.pop(pass_id, None)
 
-    def commit(self, is_over: Callable[[int], bool]) -> None:
-        """Add up what passes found that can no longer fail."""
+    def _commit(self) -> None:
+        """Add up what passes found that can no longer fail, so that any number of them takes the
+        memory of one. The lock is held."""
+        for pass_id in list(self._uncommitted):
+            if self.passes.is_over(pass_id):
+                self._uncommitted.pop(pass_id).add_to(self._gradients)
+
+    def own_pass_over(self, pass_id: int, failed: bool) -> list[Participant]:
+        """A pass that began here has ended everywhere. Tells whose part is over by that."""
         with self.lock:
-            for pass_id in list(self._uncommitted):
-                if is_over(pass_id):
-                    self._uncommitted.pop(pass_id).add_to(self._gradients)
+            return self._forget_below(self.passes.own_over(pass_id, failed))
+
+    def passes_over(self, history: History) -> list[Participant]:
+        """What the initiator of passes tells of those that have ended. Tells whose part is over by
+        that."""
+        with self.lock:
+            return self._forget_below(history.over_below, history.failed)
+
+    def _forget_below(self, bound: int, failed: Sequence[int] = ()) -> list[Participant]:
+        if not self.passes.over_below(bound):
+            return []
+        for pass_id in failed:
+            self._uncommitted.pop(pass_id, None)
+        over = self.passes.is_over
+        return [self.participants.pop(each) for each in [*self.participants] if over(each)]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients of the leaves on this worker, over all passes of this context."""
@@ -212,7 +234,7 @@ class Context:
             total = {id(leaf): gradient for leaf, gradient in self._gradients.items()}
             for found in self._uncommitted.values():
                 found.add_by_identity(total)
-        return [total.get(id(leaf)) for leaf in leaves]
+        return list(map(total.get, map(id, leaves)))
 
     def take_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """As `gradients_of`; the context has them no longer."""
@@ -229,13 +251,21 @@ class Context:
         with self.lock:
             self.released = True
             if self._ledger is not None:
-                for record in (*self.sends.values(), *self.recvs.values()):
-                    self._ledger.credit(record.peer)
+                self._credit_all(self._ledger)
             self.sends.clear()
             self.recvs.clear()
             self.enclosures.clear()
             self._gradients.clear()
             self._uncommitted.clear()
+
+    def _credit_all(self, ledger: Ledger) -> None:
+        # Who sends or gets anything is known before.
+        if len(self.known_workers) == 1:
+            (peer,) = self.known_workers
+            ledger.credit(peer, len(self.sends) + len(self.recvs))
+            return
+        for record in (*self.sends.values(), *self.recvs.values()):
+            ledger.credit(record.peer)
 
 
 _current: ContextVar[Context | None] = ContextVar("telegrad autograd context", default=None)

@@ -141,15 +141,6 @@ RecvNode.__eq__ = _same_message
 RecvNode.__hash__ = object.__hash__
 
 
-def make_recv(message: int, index: int, peer: int, tensor: Tensor) -> tuple[Tensor, Node]:
-    """The tensor as the user sees it, and its node, which sends the gradient back."""
-    tensor.requires_grad_(False)
-    received = _recv(_ANCHOR, message, index, peer, [tensor])
-    node = received.grad_fn
-    assert node is not None
-    return received, node
-
-
 _RECORDING, _ALONE = 1, 2
 _NOTE_HEAD = struct.Struct("<QQHH")
 _NOTE_OF_ONE = struct.Struct("<QQHHI")
@@ -195,6 +186,10 @@ def pack_note(
 def unpack_note(data: bytes) -> tuple[int, int, tuple[int, ...], tuple[int, ...], bool, bool]:
     """The fields of a `Note`."""
     try:
+        if len(data) == _NOTE_OF_ONE.size:
+            context, message, begun, flags, index = _NOTE_OF_ONE.unpack(data)
+            if not begun:
+                return context, message, (index,), (), flags & _RECORDING != 0, flags & _ALONE != 0
         context, message, begun, flags = _NOTE_HEAD.unpack_from(data)
         rest = len(data) - _NOTE_HEAD.size - 8 * begun
         numbers = struct.unpack_from(f"<{begun}Q{rest // 4}I", data, _NOTE_HEAD.size)
@@ -202,7 +197,7 @@ def unpack_note(data: bytes) -> tuple[int, int, tuple[int, ...], tuple[int, ...]
         raise AutogradError(
             f"An autograd note of {len(data)} bytes cannot be read: {error}."
         ) from error
-    recording, alone = bool(flags & _RECORDING), bool(flags & _ALONE)
+    recording, alone = flags & _RECORDING != 0, flags & _ALONE != 0
     return context, message, numbers[begun:], numbers[:begun], recording, alone
 
 
@@ -231,10 +226,11 @@ class AutogradCrossing:
     def leaving(self, node: Any, to: int, tensors: Sequence[Tensor], scope: Scope) -> bytes:
         """Record a send if the message needs one; the note that travels with it."""
         context = scope.context
+        service = service_of(node)
         alone = False
         if to not in context.known_workers:
             context.known_workers.add(to)
-            alone = service_of(node).container.is_alone(context)
+            alone = service.container.is_alone(context)
         if context.released:
             return b""
         if not scope.recording:
@@ -249,7 +245,7 @@ class AutogradCrossing:
                 shapes.append((tensor.shape, tensor.dtype))
         if not indices:
             return pack_note(context.id, alone=alone)
-        message = service_of(node).next_message()
+        message = service.next_message()
         record: SendRecord | EnclosedSend
         if scope.enclosed is None:
             record = SendRecord(message, to, _send(message, to, *sent), shapes)
@@ -273,7 +269,8 @@ class AutogradCrossing:
         if alone and sender == context.origin:
             service.end_earlier(context)
         if message:
-            record, tensors = _receive(node, sender, message, indices, tensors)
+            nodes, tensors = _receive(node, sender, message, indices, tensors)
+            record = RecvRecord(message, sender, nodes)
             missed = context.add_recv(record, begun)
             if missed:
                 service.missed(context, missed, record)
@@ -296,7 +293,9 @@ class AutogradCrossing:
 
 def _receive(
     node: Any, sender: int, message: int, indices: tuple[int, ...], tensors: list[Tensor]
-) -> tuple[RecvRecord, list[Tensor]]:
+) -> tuple[list[Node], list[Tensor]]:
+    """A node for each tensor that needs gradient, which sends it back, and all tensors as the user
+    sees them."""
     if message >> WORKER_SHIFT != sender:
         raise AutogradError(
             f"Message {message} from worker {node.members.name(sender)!r} has a number that worker "
@@ -308,8 +307,9 @@ def _receive(
             f"{max(indices, default=None)} needs gradient, but carries {len(tensors)} tensors."
         )
     tensors = tensors.copy()
-    nodes: list[Node] = []
+    nodes: list[Any] = []
     for place, index in enumerate(indices):
-        tensors[index], recv = make_recv(message, place, sender, tensors[index])
-        nodes.append(recv)
-    return RecvRecord(message, sender, nodes), tensors
+        tensor = tensors[index].requires_grad_(False)
+        received = tensors[index] = _recv(_ANCHOR, message, place, sender, [tensor])
+        nodes.append(received.grad_fn)
+    return nodes, tensors

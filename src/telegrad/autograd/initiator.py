@@ -62,7 +62,7 @@ class Initiator(Participant):
         if timeout is not None:
             self._timeout, self._deadline = timeout, self._node.runtime.now() + timeout
         try:
-            part = self._join(options, history, (_root_source(roots),))
+            part = self._join(options, history, _root_source(roots))
             self._advance_and_ask()
         except BaseException as error:
             self._fail(error)
@@ -77,7 +77,7 @@ class Initiator(Participant):
         if timeout is not None:
             self._timeout, self._deadline = timeout, self._node.runtime.now() + timeout
         try:
-            self._join(options, history, (_enclosed_source(self.context.enclosures),))
+            self._join(options, history, _enclosed_source(self.context.enclosures))
         except BaseException as error:
             self.give_up(error)
             raise
@@ -107,7 +107,8 @@ class Initiator(Participant):
         """The caller of `backward` has done its share: wait for the end, and say how it was."""
         try:
             while unread := self._take_unread():
-                self._let_others_read(unread[:-1])
+                if len(unread) > 1:
+                    self._let_others_read(unread[:-1])
                 self._await_answer(part, unread[-1])
             self._await_end(part)
         except BaseException as error:
@@ -144,6 +145,8 @@ class Initiator(Participant):
         return [] if payload is None else [decode(payload)[2]]
 
     def _take_unread(self) -> list[Pending]:
+        if not self._unread:
+            return []
         with self._lock:
             unread, self._unread = list(self._unread.values()), {}
         return unread
@@ -243,13 +246,14 @@ class Initiator(Participant):
     def _advance_and_ask(self) -> None:
         """As `_advance`; but afterwards the calling thread only waits, so it may ask."""
         posts = self._progress()
-        for place in reversed(range(len(posts))):
-            if calls_for_answer(posts[place].message):
-                self._send(posts[:place])
-                self._ask(posts[place])
-                posts = posts[place + 1 :]
-                break
-        self._send(posts)
+        asking = len(posts) - 1
+        while asking >= 0 and not calls_for_answer(posts[asking].message):
+            asking -= 1
+        for place, post in enumerate(posts):
+            if place == asking:
+                self._ask(post)
+            else:
+                self._send([post])
         if self._follower is not None:
             self._follow()
 
@@ -273,10 +277,10 @@ class Initiator(Participant):
 
     def _drive(self, batch: Sequence[tuple[int, Event]] = ()) -> None:
         super()._drive(batch)
-        if self._asked:
-            part = self._part
-            if part is not None and (part.ended or part.failure is not None):
-                for pending in self._asked:
+        part = self._part
+        if self._asked and part is not None and (part.ended or part.failure is not None):
+            for pending in self._asked:
+                if not pending.done:
                     self._node.drop(pending)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def own_all(gradients: dict[Any, Tensor]) -> None:
     that belongs to several leaves (`a + b` gives both the same) is copied for each, as in torch's
     distributed autograd, so that none depends on who came first.
     """
-    shared = _held_twice(gradients.values()) if len(gradients) > 1 else ()
+    shared = _held_twice(gradients.values())
     owners, strided = torch_private.owners, torch.strided
     for leaf, gradient in gradients.items():
         if (
@@ -54,6 +55,21 @@ def own_all(gradients: dict[Any, Tensor]) -> None:
             )
         ):
             gradients[leaf] = gradient.clone()
+
+
+_LAYOUT = attrgetter("layout")
+_STRIDED = {torch.strided}
+
+
+def _are_owned(gradients: Collection[Tensor]) -> bool:
+    """Nearly always true, and told without a line of Python for each: none is shared, and each has
+    its elements in a row."""
+    return (
+        len({*map(id, gradients)}) == len(gradients)
+        and max(map(torch_private.owners, gradients)) == 1
+        and {*map(_LAYOUT, gradients)} == _STRIDED
+        and all(map(Tensor.is_contiguous, gradients))
+    )
 
 
 def apart_from_leaves(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -67,8 +83,6 @@ def apart_from_leaves(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | N
 
 def _held_twice(gradients: Collection[Tensor]) -> set[int]:
     """The identities of the gradients that occur more than once."""
-    if len({*map(id, gradients)}) == len(gradients):
-        return set()
     seen: set[int] = set()
     twice: set[int] = set()
     for gradient in gradients:
@@ -109,13 +123,31 @@ class Gradients:
                     gradient = add(known, gradient)
             by_node[node] = gradient
 
+    def add_each(
+        self, leaves: Collection[Any], gradients: Sequence[Tensor | None], create_graph: bool
+    ) -> None:
+        """As `add`, for leaves of which none comes twice. There may be more gradients."""
+        if not leaves:
+            return
+        found = zip(leaves, gradients, strict=False)
+        if self._by_node:
+            self.add(found, create_graph)
+        else:
+            self._by_node = {node: gradient for node, gradient in found if gradient is not None}
+
     def add_to(self, total: dict[Tensor, Tensor]) -> None:
         for leaf, gradient in self._found or self._leaves():
             total[leaf] = add(total.get(leaf), gradient)
 
     def add_by_identity(self, total: dict[int, Tensor]) -> None:
         """As `add_to`, where nobody else looks at the leaves meanwhile."""
-        for leaf, gradient in self._found or self._leaves():
+        found = self._found or self._leaves()
+        if not total:
+            total.update({id(leaf): gradient for leaf, gradient in found})
+            if len(total) == len(found):
+                return
+            total.clear()  # A leaf that has two accumulators comes twice.
+        for leaf, gradient in found:
             known = total.get(id(leaf))
             total[id(leaf)] = gradient if known is None else add(known, gradient)
 
@@ -128,19 +160,19 @@ class Gradients:
         by_node = self._by_node
         if not by_node:
             return
-        if not create_graph:
+        if not (create_graph or _are_owned(by_node.values())):
             own_all(by_node)
         accumulators = accumulating_for_real(by_node)
         if accumulators:
             nodes = {node.variable: node for node in accumulators}
             sums = {leaf: by_node.pop(node) for leaf, node in nodes.items()}
             self._found = list(_accumulate(nodes, sums, create_graph).items())
-        for node, gradient in by_node.items():
-            self._found.append((node.variable, gradient))
+        self._found += self._leaves()
         self._by_node = {}
 
     def _leaves(self) -> list[tuple[Tensor, Tensor]]:
-        return [(node.variable, gradient) for node, gradient in self._by_node.items()]
+        by_node = self._by_node
+        return list(zip(map(torch_private.variable_of, by_node), by_node.values(), strict=True))
 
 
 def accumulating_for_real(accumulators: Collection[Any]) -> list[Any]:

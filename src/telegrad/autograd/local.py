@@ -28,7 +28,7 @@ What must never happen:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,11 +36,13 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd import torch_private
+from telegrad.autograd.context import RecvRecord
 from telegrad.autograd.crossing import anchor, engine_thread
 from telegrad.autograd.enclosed import Enclosure, leaves_of
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.freeing import LARGE, free_without_recursion
 from telegrad.autograd.leaves import Gradients, accumulating_for_real, add
+from telegrad.autograd.messages import Options
 from telegrad.autograd.plan import (
     ROOTS,
     Edge,
@@ -57,8 +59,8 @@ from telegrad.autograd.plan import (
 # In anomaly mode torch reports every exception of a node; a suspension is not an error.
 warnings.filterwarnings("ignore", "Error detected in (Send|Gate)Backward")
 
-_BRIEF = 40
-"""Nodes. They take about as long to run as a message takes to leave."""
+_BRIEF = 60
+"""Nodes, leaves among them. They take about as long to run as a message takes to leave."""
 
 _ONE = torch.ones(())
 
@@ -84,131 +86,98 @@ class Outlet(Protocol):
 class Run:
     """One pass over one worker's graph. Driven by one thread at a time."""
 
-    __slots__ = (
-        "_answered",
-        "_captured",
-        "_closed",
-        "_create",
-        "_current",
-        "_enclosing",
-        "_fired",
-        "_groups",
-        "_left_tasks",
-        "_nodes",
-        "_open",
-        "_outlet",
-        "_recv_counts",
-        "_retain",
-        "_stirred",
-        "brief",
-        "gradients",
-        "sources",
-    )
+    # What few runs need is set when they do.
+    _current: Group | None = None
+    _captured: list[tuple[list[tuple[int, Any, int]], list[Tensor | None]]]
+    _left_tasks = False
+    _closed = False
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        recv_counts: dict[int, int],
+        sources: dict[int, Source],
+        recvs: Mapping[int, RecvRecord],
         outlet: Outlet,
-        *,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-        enclosures: Sequence[Enclosure] = (),
+        options: Options,
+        enclosures: Sequence[Enclosure],
     ) -> None:
-        self.sources: dict[int, Source] = {}
+        """Both sources and recvs by their messages. Roots among the sources have their gradients;
+        what came for the others is told by `resolve`."""
+        self.sources = sources
         self.gradients = Gradients()
         self._outlet = outlet
-        self._recv_counts = recv_counts
-        self._retain = retain_graph or create_graph
-        self._create = create_graph
+        self._recvs = recvs
+        self._create = options.create_graph
+        self._retain = options.retain_graph or self._create
         self._enclosing = leaves_of(enclosures) if enclosures else {}
-        self._groups, self._nodes = form_groups(sources, self._enclosing)
-        if len(self._nodes) > LARGE:
-            free_without_recursion(self._nodes)
+        self._groups, self._nodes = form_groups(sources.values(), self._enclosing)
         if self._retain:
             torch_private.keep_compiled_nodes_usable(self._nodes)
         if torch_private.hooks_of_compiled_modules.ever:
             torch_private.hooks_of_compiled_modules.prepare(self._nodes)
         self.brief = len(self._nodes) <= _BRIEF and not self._enclosing
         """The engine is done so soon that nothing is gained by sending from inside it."""
-        self._open = len(self._groups)
-        self._stirred: dict[Group, None] = {}
-        for source in sources:
-            self.sources[source.message] = source
-            if source.state is State.GRADIENT:
-                assert source.group is not None
-                self._stirred[source.group] = None
         if not self.brief:
             for group in self._groups:
                 run_first(group.recvs)
-        self._current: Group | None = None
+            if len(self._nodes) > LARGE:
+                free_without_recursion(self._nodes)
+        self._open = len(self._groups)
+        roots = sources.get(ROOTS)
+        self._stirred = [] if roots is None else [self._groups[roots.group]]
+        """Groups of which a source was resolved since they were last looked at."""
         self._fired: dict[int, dict[int, Tensor | None]] = {}
         self._answered: set[int] = set()
-        self._captured: list[tuple[list[tuple[int, Any, int]], list[Tensor | None]]] = []
-        self._left_tasks = False
-        self._closed = False
         self._answer_unreached()
 
-    @property
-    def finished(self) -> bool:
-        return self._closed or not self._open
-
-    def resolve(self, message: int, gradients: Sequence[Tensor | None] | None) -> None:
+    def resolve(self, source: Source, gradients: Sequence[Tensor | None] | None) -> None:
         """Take note of what came for a source. Never runs the engine."""
-        source = self.sources[message]
         if gradients is None:
             source.state = State.ABSENT
         else:
             source.state = State.GRADIENT
             source.gradients = gradients
-        assert source.group is not None
-        self._stirred[source.group] = None
+        self._stirred.append(self._groups[source.group])
 
     def done_by_caller(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """The caller has done what the engine would do for the roots: these gradients came out."""
         nodes = [get_gradient_edge(leaf).node for leaf in leaves]
         self.gradients.add(zip(nodes, gradients, strict=True))
-        group = self.sources[ROOTS].group
-        assert group is not None
-        self._finish(group)
+        self._finish(self._groups[self.sources[ROOTS].group])
 
-    def step(self) -> None:
-        """Run all that can run now. Only groups of which a source was resolved are looked at."""
+    def step(self) -> bool:
+        """Run all that can run now; whether that was all. Then the hooks of leaves see the sums."""
         while self._stirred:
-            group, _ = self._stirred.popitem()
-            if len(group.sources) == 1:
-                self._step_alone(group, group.sources[0])
-                continue
-            self._settle_absent_sources(group)
-            while self._runnable(group):
-                self._run(group)
+            group = self._stirred.pop()
+            # Most groups have one source, and all is said with what it has come to.
+            if len(group.sources) > 1:
+                self._settle_absent_sources(group)
+                while self._runnable(group):
+                    self._run(group)
+            elif group.sources[0].state is State.GRADIENT:
+                while not group.done:
+                    self._run(group)
+            elif not group.done:
+                self._finish(group)
         if self._left_tasks:
             self._drop_tasks()
-
-    def _step_alone(self, group: Group, source: Source) -> None:
-        """Most groups have one source, and all is said with what it has come to."""
-        if source.state is State.GRADIENT:
-            while not group.done:
-                self._run(group)
-        elif source.state is State.ABSENT and not group.done:
-            self._finish(group)
-
-    def settle(self) -> None:
-        """All groups are done: let the hooks of leaves see the sums."""
+        if self._open or self._closed:
+            return self._closed
         self.gradients.settle(self._create)
+        return True
 
     def close(self) -> None:
-        """Break every cycle: activations must go when they are last used, not with the gc."""
+        """Let go of all: the traceback of what went wrong may keep this run, and what it ran, but
+        not the activations. A run that has ended well just goes, as nothing in it is a cycle."""
         self._closed = True
         for group in self._groups:
             if group.stages is not None:
                 self._drop_stages(group)
             group.sources, group.leaves, group.recvs = [], {}, []
         for source in self.sources.values():
-            source.group = source.record = None
+            source.record = None
             source.edges, source.gradients = (), ()
-        self._groups, self._nodes, self._current, self._stirred = [], {}, None, {}
-        self._fired, self._captured = {}, []
+        self._groups, self._nodes, self._current, self._stirred = [], {}, None, []
+        self._fired, self._captured, self._recvs = {}, [], {}
         if self._left_tasks:
             self._drop_tasks()
 
@@ -249,27 +218,30 @@ class Run:
 
     def fire(self, message: int, index: int, gradient: Tensor | None) -> None:
         """The gradient of one arrived tensor is complete; a message answers for all of its own."""
-        gradients: Sequence[Tensor | None]
-        count = self._recv_counts.get(message)
-        if count is None:
+        record = self._recvs.get(message)
+        if record is None:
             raise _of_another_context()
+        count = len(record.nodes)
         if count == 1:
             assert message not in self._answered, "a recv ran twice"
-            gradients = (gradient,)
-        else:
-            fired = self._fired.setdefault(message, {})
-            assert index not in fired, "a recv ran twice"
-            fired[index] = gradient
-            if len(fired) < count:
-                return
-            del self._fired[message]
-            gradients = [fired[i] for i in range(count)]
+            self._answered.add(message)
+            if gradient is None:
+                self._outlet.absent(message)
+            else:
+                self._outlet.gradient(message, (gradient,))
+            return
+        fired = self._fired.setdefault(message, {})
+        assert index not in fired, "a recv ran twice"
+        fired[index] = gradient
+        if len(fired) < count:
+            return
+        del self._fired[message]
         self._answered.add(message)
-        for each in gradients:
-            if each is not None:
-                self._outlet.gradient(message, gradients)
-                return
-        self._outlet.absent(message)
+        gradients = [fired[i] for i in range(count)]
+        if all(each is None for each in gradients):
+            self._outlet.absent(message)
+        else:
+            self._outlet.gradient(message, gradients)
 
     def pass_gate(self) -> None:
         """Let the leaves go if this call is the last one of its group."""
@@ -288,15 +260,9 @@ class Run:
             self.fire(message, index, None)
 
     def _answer_unreached(self) -> None:
-        if not self._recv_counts:
-            return
-        reached = set()
-        for group in self._groups:
-            for recv in group.recvs:
-                reached.add((recv.message, recv.index))
-        for message, count in self._recv_counts.items():
-            for index in range(count):
-                if (message, index) not in reached:
+        for message, record in self._recvs.items():
+            for index, recv in enumerate(record.nodes):
+                if recv not in self._nodes:
                     self.fire(message, index, None)
 
     def _answer_unreachable(self, group: Group) -> None:
@@ -340,22 +306,23 @@ class Run:
 
     def _run(self, group: Group) -> None:
         self._current = group
-        held = self._held_leaves(group)
+        hooked = torch_private.hooked_leaves(group.leaves)
+        held = self._held_leaves(hooked) if hooked else set()
         if held and group.stages is None:
             make_stages(group, self._enclosing)
         if group.stages is None:
-            self._run_whole(group)
+            self._run_whole(group, hooked)
         else:
             self._run_staged(group, group.stages, held)
 
-    def _held_leaves(self, group: Group) -> set[Any]:
+    def _held_leaves(self, hooked: list[Any]) -> set[Any]:
         """Leaves whose hooks run when the sum is accumulated for real, and must not run before."""
-        hooked = torch_private.hooked_leaves(group.leaves) if group.leaves else ()
-        return set(accumulating_for_real(hooked)) if hooked else set()
+        return set(accumulating_for_real(hooked))
 
-    def _run_whole(self, group: Group) -> None:
+    def _run_whole(self, group: Group, hooked: list[Any]) -> None:
         """The common case: all is there, nothing was cut."""
-        roots: list[tuple[Edge, Tensor]] = []
+        edges: list[Edge] = []
+        gradients: list[Tensor] = []
         sums: list[tuple[Any, Tensor]] = []
         for source in group.sources:
             if source.state is State.GRADIENT:
@@ -363,24 +330,31 @@ class Run:
                     node = edge[0]
                     if gradient is None or node is None:
                         continue
-                    if type(node) is LeafNode and not torch_private.tensor_hooks(node.variable):
+                    if type(node) is LeafNode and node not in hooked:
                         sums.append((node, gradient))
                     else:
-                        roots.append((edge, gradient))
-        leaves = list(group.leaves)
-        # Where the engine stops at a recv, hooks on the recv's node do not run.
-        stops = self.brief and not torch_private.node_hooks.ever
-        results: Sequence[Tensor | None] = ()
-        if roots and stops and (leaves or group.recvs):
-            results = self._enter_engine(roots, [*leaves, *group.recvs])
-        elif roots and not stops:
-            results = self._call(roots, leaves, group)
-        self._deliver(leaves, results, sums)
-        if stops:
-            for recv, gradient in zip(group.recvs, results[len(leaves) :], strict=False):
+                        edges.append(edge)
+                        gradients.append(gradient)
+        if edges and self.brief and not torch_private.node_hooks.ever:
+            self._stop_at_recvs(group, edges, gradients)
+        elif edges:
+            leaves = list(group.leaves)
+            results = self._call(edges, gradients, leaves, group)
+            self.gradients.add_each(leaves, results, self._create)
+        if sums:
+            self.gradients.add(sums, self._create)
+        self._finish(group)
+
+    def _stop_at_recvs(self, group: Group, edges: list[Edge], gradients: list[Tensor]) -> None:
+        """Have the engine give what flows to the recvs instead of running them. Hooks on their
+        nodes would not run."""
+        ends = [*group.leaves, *group.recvs]
+        results = self._enter_engine(edges, gradients, ends) if ends else ()
+        self.gradients.add_each(group.leaves, results, self._create)
+        if group.recvs:
+            for recv, gradient in zip(group.recvs, results[len(group.leaves) :], strict=True):
                 if gradient is not None:
                     self.fire(recv.message, recv.index, gradient)
-        self._finish(group)
 
     def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:
         for source in group.sources:
@@ -394,31 +368,35 @@ class Run:
             self._run_last(group, stages, held)
             return
         before = stages.ran
-        roots = self._roots(stages, held)
+        edges, gradients = self._roots(stages, held)
         leaves = list(group.leaves)
-        roots += self._blockers(group, stages, waiting)
+        self._add_blockers(stages, waiting, edges)
+        gradients += [_ONE] * (len(edges) - len(gradients))
         self._hook_cuts(stages)
         self._captured = []
         try:
-            results = self._call(roots, leaves, group)
+            results = self._call(edges, gradients, leaves, group)
         except Suspend:
             self._carry_over(group, stages, waiting)
             self._answer_unreachable(group)
             assert stages.ran != before, "a suspended call made no progress"
             return
-        self._deliver(leaves, results, self._leaf_sums(stages, held))
+        self.gradients.add_each(leaves, results, self._create)
+        self.gradients.add(self._leaf_sums(stages, held), self._create)
         self._finish(group)
 
     def _run_last(self, group: Group, stages: Stages, held: set[Any]) -> None:
         """All sources are in: no call after this one."""
-        roots = self._roots(stages, held)
+        edges, gradients = self._roots(stages, held)
         leaves = [leaf for leaf in group.leaves if leaf not in held]
-        results = self._call(roots, leaves, group) if roots else []
-        self._deliver(leaves, results, self._leaf_sums(stages, held))
+        results = self._call(edges, gradients, leaves, group) if edges else ()
+        self.gradients.add_each(leaves, results, self._create)
+        self.gradients.add(self._leaf_sums(stages, held), self._create)
         self._finish(group)
 
-    def _roots(self, stages: Stages, held: set[Any]) -> list[tuple[Edge, Tensor]]:
-        return [(e, g) for e, g in stages.kept.items() if not self._summed_here(e[0], held)]
+    def _roots(self, stages: Stages, held: set[Any]) -> tuple[list[Edge], list[Tensor]]:
+        edges = [edge for edge in stages.kept if not self._summed_here(edge[0], held)]
+        return edges, [stages.kept[edge] for edge in edges]
 
     def _leaf_sums(self, stages: Stages, held: set[Any]) -> list[tuple[Any, Tensor]]:
         return [(e[0], g) for e, g in stages.kept.items() if self._summed_here(e[0], held)]
@@ -429,21 +407,16 @@ class Run:
             return False
         return node in held or not torch_private.tensor_hooks(node.variable)
 
-    def _blockers(
-        self, group: Group, stages: Stages, waiting: list[Source]
-    ) -> list[tuple[Edge, Tensor]]:
+    def _add_blockers(self, stages: Stages, waiting: list[Source], edges: list[Edge]) -> None:
         """Pending sends, later made first: the order in which gradients come back."""
-        roots: list[tuple[Edge, Tensor]] = []
         places = [(source.message, source.node) for source in waiting]
         places += [(newest, node) for node, newest in stages.enclosing.items()]
         for place, (_, node) in enumerate(sorted(places, key=lambda item: item[0]), start=1):
             assert node is not None
             torch_private.set_sequence_number(node, place)
-        for source in waiting:
-            roots.append(((source.node, 0), _ONE))
+        edges += [(source.node, 0) for source in waiting]
         if stages.gate is not None:
-            roots.append(((stages.gate.grad_fn, 0), _ONE))
-        return roots
+            edges.append((stages.gate.grad_fn, 0))
 
     def _hook_cuts(self, stages: Stages) -> None:
         if stages.handles:
@@ -458,20 +431,22 @@ class Run:
             stages.handles.append(node.register_hook(torch_private.OwnHook(keep)))
 
     def _call(
-        self, roots: list[tuple[Edge, Tensor]], leaves: list[Any], group: Group
+        self, edges: list[Edge], gradients: list[Tensor], leaves: list[Any], group: Group
     ) -> Sequence[Tensor | None]:
+        """Run from these edges; the gradients of the leaves."""
         if not leaves and not group.recvs:
-            return []
+            return ()
         # The engine runs only what leads to an input.
         ends = leaves
         if self._enclosing:
             ends = [*leaves, *[leaf for leaf in self._enclosing if leaf in self._nodes]]
         inputs = (anchor(),) if group.recvs else ()
-        return self._enter_engine(roots, ends, inputs)[: len(leaves)]
+        return self._enter_engine(edges, gradients, ends, inputs)[: len(leaves)]
 
     def _enter_engine(
         self,
-        roots: list[tuple[Edge, Tensor]],
+        edges: list[Edge],
+        gradients: list[Tensor],
         ends: list[Any],
         inputs: Sequence[Tensor] = (),
     ) -> Sequence[Tensor | None]:
@@ -480,7 +455,7 @@ class Run:
         self._left_tasks = True
         try:
             results = torch_private.run_engine(
-                roots, ends, inputs, retain_graph=self._retain, create_graph=self._create
+                edges, gradients, ends, inputs, self._retain, self._create
             )
         except RuntimeError as error:
             _explain_reentrant_checkpoint(error)
@@ -494,16 +469,8 @@ class Run:
         self, roots: list[tuple[Edge, Tensor]], leaves: list[Any]
     ) -> Sequence[Tensor | None]:
         """Called by a node: run a graph that belongs to it alone, and capture it at its leaves."""
-        return torch_private.run_engine(
-            roots, leaves, retain_graph=self._retain, create_graph=self._create
-        )
-
-    def _deliver(
-        self, leaves: list[Any], results: Sequence[Tensor | None], sums: list[tuple[Any, Tensor]]
-    ) -> None:
-        self.gradients.add(zip(leaves, results, strict=False), self._create)
-        if sums:
-            self.gradients.add(sums, self._create)
+        edges, gradients = [edge for edge, _ in roots], [gradient for _, gradient in roots]
+        return torch_private.run_engine(edges, gradients, leaves, (), self._retain, self._create)
 
     def _keep(self, stages: Stages, weighted: list[tuple[Edge, Tensor]]) -> None:
         kept = stages.kept

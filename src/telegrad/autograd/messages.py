@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from struct import Struct, pack, unpack_from
 from struct import error as StructError
@@ -165,8 +166,31 @@ def _compact(gradient: Tensor) -> Tensor:
 
 
 def encode(context_id: int, pass_id: int, message: Message) -> Parcel:
-    if type(message) is Gradient:
-        return _encode_gradient(context_id, pass_id, message)
+    if type(message) is not Gradient:
+        return _encode_other(context_id, pass_id, message)
+    options, (over, failed), engages, number, gradients, acknowledges = message
+    bits = options.bits
+    if engages:
+        bits |= _ENGAGES
+    if acknowledges:
+        bits |= _ACKNOWLEDGES
+    count = len(gradients)
+    head = _HEAD.pack(_GRADIENT, bits, len(failed), count, context_id, pass_id, over, number)
+    if options.sequel is not None:
+        head += _write_sequel(options.sequel)
+    if failed:
+        head += pack(f"<{len(failed)}Q", *failed)
+    only = gradients[0] if count == 1 else None
+    if only is not None:
+        return Parcel(TOPIC, head, [only if options.create_graph else _compact(only)])
+    places, tensors = _numbered(gradients)
+    head += pack(f"<{count}I", *places)
+    if not options.create_graph:
+        tensors = [_compact(tensor) for tensor in tensors]
+    return Parcel(TOPIC, head, tensors)
+
+
+def _encode_other(context_id: int, pass_id: int, message: Message) -> Parcel:
     kind = bits = over = number = 0
     numbers: tuple[int, ...] = ()
     texts = sequel = b""
@@ -198,10 +222,8 @@ def _write_sequel(sequel: Sequel | None) -> bytes:
     return _SEQUEL.pack(sequel.key, len(sequel.data)) + sequel.data
 
 
-def _read_options(bits: int, data: bytes) -> tuple[Options, int]:
-    """What is asked for, and where in a message the rest begins."""
-    if not bits & _FOLLOWED:
-        return _OPTIONS[bits & 7], _HEAD.size
+def _read_followed(bits: int, data: bytes) -> tuple[Options, int]:
+    """What is asked for, with a sequel, and where in a message the rest begins."""
     key, size = _SEQUEL.unpack_from(data, _HEAD.size)
     at = _HEAD.size + _SEQUEL.size
     if size > MOST_OF_A_SEQUEL:
@@ -211,35 +233,14 @@ def _read_options(bits: int, data: bytes) -> tuple[Options, int]:
         )
     if len(data) < at + size:
         raise AutogradError("A message of a pass has less of its sequel than it says.")
-    known = _OPTIONS[bits & 7]
-    sequel = Sequel(key, data[at : at + size])
-    options = Options(known.retain_graph, known.create_graph, known.mode, sequel)
-    return options, at + size
+    return _followed(bits & 7, key, data[at : at + size]), at + size
 
 
-def _encode_gradient(context_id: int, pass_id: int, message: Gradient) -> Parcel:
-    options, (over, failed), engages, number, gradients, acknowledges = message
-    bits = options.bits
-    if engages:
-        bits |= _ENGAGES
-    if acknowledges:
-        bits |= _ACKNOWLEDGES
-    count = len(gradients)
-    head = _HEAD.pack(_GRADIENT, bits, len(failed), count, context_id, pass_id, over, number)
-    if options.sequel is not None:
-        head += _write_sequel(options.sequel)
-    if failed:
-        head += pack(f"<{len(failed)}Q", *failed)
-    tensors: list[Tensor] = []
-    if count == 1 and gradients[0] is not None:
-        tensors.append(gradients[0])
-    else:
-        places, tensors = _numbered(gradients)
-        head += pack(f"<{count}I", *places)
-    if not options.create_graph:
-        for place, tensor in enumerate(tensors):
-            tensors[place] = _compact(tensor)
-    return Parcel(TOPIC, head, tensors)
+@lru_cache(maxsize=16)
+def _followed(bits: int, key: int, data: bytes) -> Options:
+    """The same for all steps of an optimizer of which nothing changes but the parameters."""
+    known = _OPTIONS[bits]
+    return Options(known.retain_graph, known.create_graph, known.mode, Sequel(key, data))
 
 
 def _numbered(gradients: Sequence[Tensor | None]) -> tuple[list[int], list[Tensor]]:
@@ -256,7 +257,9 @@ def decode(parcel: Any) -> tuple[int, int, Message]:
     data = parcel.data
     try:
         kind, bits, count, width, context_id, pass_id, over, number = _HEAD.unpack_from(data)
-        options, at = _read_options(bits, data)
+        options, at = _OPTIONS[bits & 7], _HEAD.size
+        if bits & _FOLLOWED:
+            options, at = _read_followed(bits, data)
         numbers = unpack_from(f"<{count}Q", data, at) if count else ()
     except StructError as problem:
         raise AutogradError(f"A message of a pass cannot be read: {problem}.") from problem

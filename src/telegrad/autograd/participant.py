@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -90,6 +91,7 @@ class Participant:
     _part: Part | None = None
     _run: Run | None = None
     _partners: Set[int] = frozenset()
+    _recvs: Mapping[int, RecvRecord] = MappingProxyType({})
     _early: tuple[tuple[int, Absent], ...] = ()
     _resolved = 0
     _answer: Answer | None = None
@@ -111,8 +113,6 @@ class Participant:
         self._lock = threading.Lock()
         self._inbox: list[tuple[int, Event]] = []
         self._held: list[Post] = []
-        self._sends: dict[int, SendRecord | EnclosedSend] = {}
-        self._recvs: dict[int, RecvRecord] = {}
 
     @property
     def idle(self) -> bool:
@@ -159,7 +159,8 @@ class Participant:
                     self._driving = False
                     break
                 batch, self._inbox = self._inbox, []
-        self._wake()
+        if self._condition is not None:
+            self._wake()
 
     # Waiting.
 
@@ -278,25 +279,52 @@ class Participant:
 
     def _handle(self, sender: int, event: Event) -> None:
         if type(event) is Asked:
-            self._answer_empty()
+            if self._answer is not None:
+                self._answer_empty()
             self._answer, event = event.answer, event.message
-        if type(event) is Gradient or type(event) is Begin:
+        if type(event) is Gradient:
+            self._handle_gradient(sender, event)
+        else:
+            self._handle_other(sender, event)
+        if self._answer is not None:
+            part = self._part
+            if part is not None and part.failure is None and not part.owes(self._answer.asker):
+                self._answer_empty()
+
+    def _handle_gradient(self, sender: int, event: Gradient) -> None:
+        options, history, engages, message, gradients, acknowledges = event
+        if history.over_below:
+            self._learn(sender, history)
+        part = self._part or self._join(options, history)
+        if part.failure is not None:
+            return
+        if not engages:
+            part.overtook(sender)
+        elif answer := part.engage(sender):
+            self._send(answer)
+        self._resolve(part, sender, message, gradients)
+        if acknowledges:
+            part.acknowledged()
+
+    def _handle_other(self, sender: int, event: Event) -> None:
+        if type(event) is Begin:
             if event.history.over_below:
-                if worker_of(event.history.over_below) != worker_of(self.pass_id):
-                    raise AutogradError(
-                        f"Worker {self._name(sender)} tells in pass {self.pass_id} of passes "
-                        "that another worker began."
-                    )
-                self._service.learn(self.context, event.history)
+                self._learn(sender, event.history)
             if self._part is None:
-                self._join(event.options, event.history, ())
+                self._join(event.options, event.history)
         part = self._part
         if part is None:
             self._handle_outside(sender, event)
         elif part.failure is None:
             self._handle_inside(part, sender, event)
-            if self._answer is not None and not part.owes(self._answer.asker):
-                self._answer_empty()
+
+    def _learn(self, sender: int, history: History) -> None:
+        if worker_of(history.over_below) != worker_of(self.pass_id):
+            raise AutogradError(
+                f"Worker {self._name(sender)} tells in pass {self.pass_id} of passes that another "
+                "worker began."
+            )
+        self._service.learn(self.context, history)
 
     def _handle_outside(self, sender: int, event: Event) -> None:
         """Nothing has engaged this worker in the pass so far."""
@@ -313,14 +341,6 @@ class Participant:
 
     def _handle_inside(self, part: Part, sender: int, event: Event) -> None:
         match event:
-            case Gradient(_, _, engages, message, gradients, acknowledges):
-                if not engages:
-                    part.overtook(sender)
-                elif answer := part.engage(sender):
-                    self._send(answer)
-                self._resolve(part, sender, message, gradients)
-                if acknowledges:
-                    part.acknowledged()
             case Begin():
                 self._send(part.begin(sender, self._partners))
             case Absent(messages):
@@ -362,41 +382,37 @@ class Participant:
             f"the backward pass of context {self.context.id}",
         )
 
-    def _join(self, options: Options, history: History, roots: Sequence[Source]) -> Part:
+    def _join(self, options: Options, history: History, roots: Source | None = None) -> Part:
         context, worker = self.context, self._worker
         part = self._part = Part(worker, worker_of(self.pass_id), options, history)
         self.active = True
-        self._sends, self._recvs = sends, recvs = context.snapshot(self.pass_id)
+        sends, self._recvs = context.snapshot(self.pass_id)
         peers: set[int] = set()
-        sources = list(roots)
-        for record in sends.values():
+        sources = {} if roots is None else {ROOTS: roots}
+        for record in sends:
             peers.add(record.peer)
-            sources.append(Source(record.message, record.edges, record))
-        counts: dict[int, int] = {}
-        for arrived in recvs.values():
+            sources[record.message] = Source(record.message, record.edges, record)
+        for arrived in self._recvs.values():
             peers.add(arrived.peer)
-            counts[arrived.message] = len(arrived.nodes)
         peers.discard(worker)
         self._partners = peers
         if context.released:
             raise AutogradError(f"Context {context.id} was released during backward.")
         lost = self._node.lost_workers()
-        if lost and not peers.isdisjoint(lost):
+        if not peers.isdisjoint(lost):
             gone = min(peers.intersection(lost))
             raise self._lost_error(gone, lost[gone])
-        self._run = Run(
-            sources,
-            counts,
-            self,
-            retain_graph=options.retain_graph,
-            create_graph=options.create_graph,
-            enclosures=context.enclosures,
-        )
+        self._run = Run(sources, self._recvs, self, options, context.enclosures)
+        if self._early:
+            self._resolve_early(part)
+        return part
+
+    def _resolve_early(self, part: Part) -> None:
+        """Absences that were told before anything engaged this worker."""
         early, self._early = self._early, ()
         for sender, event in early:
             for message in event.messages:
                 self._resolve(part, sender, message, None)
-        return part
 
     def _resolve(
         self, part: Part, sender: int, message: int, gradients: Sequence[Tensor | None] | None
@@ -411,7 +427,8 @@ class Participant:
                     f"worker {self._name(self._worker)} never sent in context {self.context.id}."
                 )
             return  # Sent after the pass began here: it does not take part.
-        record = self._sends[message]
+        record = source.record
+        assert record is not None
         if not fit(record, sender, gradients):
             check_gradients(record, sender, gradients, self._name)
         if source.state is not State.PENDING:
@@ -421,7 +438,7 @@ class Participant:
             )
         if gradients is None and part.options.mode is Mode.FAST:
             raise self._unused(record)
-        self._run.resolve(message, gradients)
+        self._run.resolve(source, gradients)
         self._resolved += 1
 
     def _forget_source(self, part: Part, message: int) -> None:
@@ -430,7 +447,7 @@ class Participant:
         if source is None or part.complete or source.state is not State.PENDING:
             return
         assert self._run is not None
-        self._run.resolve(message, None)
+        self._run.resolve(source, None)
         self._resolved += 1
 
     def _unused(self, record: SendRecord | EnclosedSend) -> UnusedResult:
@@ -446,7 +463,9 @@ class Participant:
 
     def _advance(self) -> None:
         """Run the engine as far as it goes, and send what came of it."""
+        run = self._run  # If it ends now, it goes when others have been told what it found.
         self._send(self._progress())
+        del run
         if self._follower is not None:
             self._follow()
 
@@ -463,8 +482,9 @@ class Participant:
         except BaseException as error:
             self._fail(error)
             return []
-        posts, self._held = self._held, []
-        posts += part.rest(self._partners)
+        posts = part.rest(self._partners)
+        if self._held:
+            posts, self._held = self._held + posts, []
         if self._follower is None:
             return merge_ack(posts, part.report())
         if self._follower.brief:
@@ -476,14 +496,11 @@ class Participant:
     def _run_engine(self, run: Run, part: Part) -> None:
         outside = begin_work_in(self.context)
         try:
-            run.step()
-            if not run.finished:
+            if not run.step():
                 return
-            run.settle()
         finally:
             end_work(outside)
         self.context.keep(self.pass_id, run.gradients)
-        run.close()
         # The run knows this participant. As a cycle the two would keep the gradients until the
         # garbage collector comes by, which is steps of training later.
         self._run = None
@@ -566,5 +583,5 @@ class Participant:
             self._retire()
 
     def _retire(self) -> None:
-        self._sends, self._recvs = {}, {}
+        self._recvs = {}
         self.active = False

@@ -18,27 +18,24 @@ FAILED_KEPT = 64
 class Passes:
     """The passes of one context on one worker. Guarded by the lock of the context."""
 
-    __slots__ = ("_begun", "_bounds", "_failed", "_own", "_own_live")
+    __slots__ = ("_bounds", "_failed", "_own", "_own_live", "begun")
 
     def __init__(self) -> None:
-        self._begun: tuple[int, ...] = ()
+        self.begun: tuple[int, ...] = ()
+        """Passes that began here and may not be over."""
         self._bounds: dict[int, int] = {}
         self._own = 0
         self._own_live: set[int] = set()
         self._failed: list[int] = []
 
-    def begun(self) -> tuple[int, ...]:
-        """Passes that began here and may not be over."""
-        return self._begun
-
     def known(self) -> tuple[int, ...]:
         """Passes that do not wait for what leaves from now on: begun here, or lately over."""
         if not self._bounds:
-            return self._begun
-        return (*self._begun, *(bound - 1 for bound in self._bounds.values()))
+            return self.begun
+        return (*self.begun, *(bound - 1 for bound in self._bounds.values()))
 
     def begin(self, pass_id: int) -> None:
-        self._begun = (*self._begun, pass_id)
+        self.begun = (*self.begun, pass_id)
 
     def is_over(self, pass_id: int) -> bool:
         initiator = pass_id >> 48
@@ -50,8 +47,8 @@ class Passes:
         if bound <= self._bounds.get(initiator, 0):
             return False
         self._bounds[initiator] = bound
-        if self._begun:
-            self._begun = tuple([p for p in self._begun if p >> 48 != initiator or p >= bound])
+        if self.begun:
+            self.begun = tuple([p for p in self.begun if p >> 48 != initiator or p >= bound])
         return True
 
     def next_own(self, worker: int) -> int:

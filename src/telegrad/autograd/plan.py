@@ -19,7 +19,7 @@ The walk is the only part of a pass that spends Python on every node. Keep it le
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -63,8 +63,11 @@ class Source:
     record: SendRecord | EnclosedSend | None = None
     state: State = State.PENDING
     gradients: Sequence[Tensor | None] = ()
-    bit: int = 0
-    group: Group | None = None
+    bit: int = 1
+    """Its own among the sources of its group."""
+    group: int = 0
+    """The place of its group. The number, as the group knows the source: a cycle of the two would
+    keep activations until the garbage collector comes by."""
 
     @property
     def node(self) -> Node | None:
@@ -83,9 +86,9 @@ class Source:
 class Group:
     """Sources that must be run together, and what they reach."""
 
-    sources: list[Source] = field(default_factory=list)
-    leaves: dict[Any, None] = field(default_factory=dict)
-    recvs: list[Any] = field(default_factory=list)
+    sources: list[Source]
+    leaves: dict[Any, None]
+    recvs: list[Any]
     stages: Stages | None = None
     done: bool = False
 
@@ -116,11 +119,51 @@ class Stages:
 
 
 def form_groups(
-    sources: Sequence[Source], enclosing: Mapping[Any, Enclosure] | None = None
+    sources: Iterable[Source], enclosing: Mapping[Any, Enclosure] | None = None
 ) -> tuple[list[Group], dict[Any, int]]:
-    """Group the sources that meet. Also the owner of each node: while that dictionary lives, the
-    Python objects of nodes stay the same, and can be used as keys."""
-    parent = list(range(len(sources)))
+    """Group the sources that meet. Also all nodes, leaves included, each with the number of the
+    source that found it: while that dictionary lives, the Python objects of nodes stay the same,
+    and can be used as keys."""
+    owner: dict[Any, int] = {}
+    groups: list[Group] = []
+    met: list[tuple[int, Any]] = []
+    leaf_type, recv_type = LeafNode, RecvNode
+    for k, source in enumerate(sources):
+        leaves: dict[Any, None] = {}
+        recvs: list[Any] = []
+        groups.append(Group([source], leaves, recvs))
+        source.group = k
+        stack: list[Sequence[Edge]] = [source.edges]
+        while stack:
+            for node, _ in stack.pop():
+                if node is None:
+                    continue
+                if node in owner:
+                    if owner[node] != k:
+                        met.append((k, node))
+                    continue
+                owner[node] = k
+                kind = type(node)
+                if kind is leaf_type:
+                    leaves[node] = None
+                elif kind is recv_type:
+                    recvs.append(node)
+                else:
+                    stack.append(node.next_functions)
+    if met or enclosing:
+        groups = _joined(groups, owner, met, enclosing or {})
+    return groups, owner
+
+
+def _joined(
+    groups: list[Group],
+    owner: dict[Any, int],
+    met: list[tuple[int, Any]],
+    enclosing: Mapping[Any, Enclosure],
+) -> list[Group]:
+    """The groups of one source each, put together where a source `met` what another had found, or
+    where the rules for enclosures ask for it."""
+    parent = list(range(len(groups)))
 
     def find(i: int) -> int:
         while parent[i] != i:
@@ -128,61 +171,34 @@ def form_groups(
             i = parent[i]
         return i
 
-    owner: dict[Any, int] = {}
-    leaf_owner: dict[Any, int] = {}
-    reached: list[tuple[dict[Any, None], list[Any]]] = []
-    leaf_type, recv_type = LeafNode, RecvNode
-    enclosing = enclosing or {}
-    for k, source in enumerate(sources):
-        leaves: dict[Any, None] = {}
-        recvs: list[Any] = []
-        reached.append((leaves, recvs))
-        stack: list[Sequence[Edge]] = [source.edges]
-        pop, push = stack.pop, stack.append
-        while stack:
-            for node, _ in pop():
-                if node is None:
-                    continue
-                if node in owner:
-                    if owner[node] != k:
-                        parent[find(owner[node])] = find(k)
-                    continue
-                kind = type(node)
-                if kind is leaf_type and node in enclosing:
-                    owner[node] = k
-                    recvs += enclosing[node].recvs
-                    continue
-                if kind is leaf_type:
-                    if node not in leaves:
-                        leaves[node] = None
-                        other = leaf_owner.setdefault(node, k)
-                        if other != k and torch_private.tensor_hooks(node.variable):
-                            parent[find(other)] = find(k)
-                    continue
-                owner[node] = k
-                if kind is recv_type:
-                    recvs.append(node)
-                else:
-                    push(node.next_functions)
+    for k, node in met:
+        other = owner[node]
+        if type(node) is LeafNode and node not in enclosing:
+            groups[k].leaves[node] = None
+            if not torch_private.tensor_hooks(node.variable):
+                continue
+        parent[find(other)] = find(k)
     for leaf, enclosure in enclosing.items():
         if leaf in owner:
-            for k, source in enumerate(sources):
+            found_by = owner[leaf]
+            del groups[found_by].leaves[leaf]
+            groups[found_by].recvs += enclosure.recvs
+            owner.update(dict.fromkeys(enclosure.recvs, found_by))
+            for k, group in enumerate(groups):
+                (source,) = group.sources
                 if source.message > enclosure.newest and source.node is not None:
-                    parent[find(k)] = find(owner[leaf])
-    groups: dict[int, Group] = {}
-    for k, source in enumerate(sources):
-        first = k if parent[k] == k else find(k)
-        group = groups.get(first)
-        leaves, recvs = reached[k]
-        if group is None:
-            group = groups[first] = Group([source], leaves, recvs)
-        else:
-            group.sources.append(source)
-            group.leaves.update(leaves)
-            group.recvs += recvs
-        source.group = group
-        source.bit = 1 << len(group.sources) - 1
-    return list(groups.values()), owner
+                    parent[find(k)] = find(found_by)
+    joined: dict[int, Group] = {}
+    for k, group in enumerate(groups):
+        into = joined.setdefault(find(k), group)
+        if into is not group:
+            into.sources += group.sources
+            into.leaves.update(group.leaves)
+            into.recvs += group.recvs
+    for place, group in enumerate(joined.values()):
+        for number, source in enumerate(group.sources):
+            source.group, source.bit = place, 1 << number
+    return list(joined.values())
 
 
 def make_stages(group: Group, enclosing: Mapping[Any, Enclosure] | None = None) -> Stages:

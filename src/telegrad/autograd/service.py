@@ -92,9 +92,8 @@ class Autograd:
         They are not forgotten yet. That is up to the census, which will be passed on to those who
         know them.
         """
-        for earlier in self.container.earlier(context):
-            if not earlier.released:
-                self.end(earlier)
+        for earlier in self.container.take_earlier(context):
+            self.end(earlier)
 
     def _on_describe(self, sender: int, context_id: int) -> Part | None:
         return part_of(self.container.find(read_number(context_id)))
@@ -105,8 +104,10 @@ class Autograd:
 
     def end(self, context: Context, error: TelegradError | None = None) -> None:
         """A context is no more; passes that take place in it end with that error."""
-        error = error or AutogradError(f"Context {context.id} was released during backward.")
         context.let_go()
+        if not context.participants:
+            return
+        error = error or AutogradError(f"Context {context.id} was released during backward.")
         for pass_id, participant in list(context.participants.items()):
             if not participant.idle:
                 participant.deliver(self.node.info.id, Abandon(afresh(error)))
@@ -193,9 +194,7 @@ class Autograd:
         return opened
 
     def pass_over(self, context: Context, pass_id: int, failed: bool) -> None:
-        with context.lock:
-            bound = context.passes.own_over(pass_id, failed)
-        self._forget_below(context, bound, ())
+        self._dismiss(context.own_pass_over(pass_id, failed))
 
     def backward_from(self, rref: Any, context_id: int, retain_graph: bool) -> None:
         """`RRef.backward`."""
@@ -210,23 +209,14 @@ class Autograd:
     def learn(self, context: Context, history: History) -> None:
         """A message told which earlier passes of its initiator are over."""
         if history.over_below:
-            self._forget_below(context, history.over_below, history.failed)
+            self._dismiss(context.passes_over(history))
 
-    def _forget_below(self, context: Context, bound: int, failed: Sequence[int]) -> None:
-        with context.lock:
-            if not context.passes.over_below(bound):
-                return
-            gone: list[Participant] = []
-            for pass_id in list(context.participants):
-                if context.passes.is_over(pass_id):
-                    gone.append(context.participants.pop(pass_id))
-        for pass_id in failed:
-            context.discard(pass_id)
-        for participant in gone:
+    def _dismiss(self, participants: list[Participant]) -> None:
+        """The context knows these no longer: their passes are over."""
+        for participant in participants:
             self._let_go_of(participant)
             if not participant.idle:
                 participant.deliver(self.node.info.id, Abandon(AutogradError("The pass is over.")))
-        context.commit(context.passes.is_over)
 
     def follower(self, pass_id: int, sequel: Sequel) -> Follower | None:
         """Who is called when a pass is complete here. Where workers do not trust each other, only
@@ -274,19 +264,21 @@ class Autograd:
         context = self.container.join(context_id, sender)
         if context is None:
             return None
-        initiator = worker_of(pass_id)
-        if pass_id not in context.participants and not self.may_be_worker(initiator):
+        participant = context.participants.get(pass_id)
+        if participant is not None:
+            return participant
+        initiator = pass_id >> WORKER_SHIFT
+        if not self.may_be_worker(initiator):
             raise AutogradError(
                 f"Worker {self.node.members.name(sender)!r} speaks of a pass that worker "
                 f"{self.node.members.name(initiator)!r} began, who is not in "
                 "this job."
             )
         with context.lock:
-            if context.released or context.passes.is_over(pass_id):
-                return None
             participant = context.participants.get(pass_id)
             if participant is None:
-                if initiator == self.node.info.id:
+                is_over = context.released or context.passes.is_over(pass_id)
+                if is_over or initiator == self.node.info.id:
                     return None
                 self._passes.charge(sender)
                 participant = context.participants[pass_id] = Participant(self, context, pass_id)
@@ -357,6 +349,7 @@ class OpenPass:
         try:
             self.run.done_by_caller(leaves, gradients)
             self._initiator.close()
+            self.run.close()
             failed = False
         finally:
             self._over(failed)

@@ -26,7 +26,9 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -73,13 +75,15 @@ def tensor_hooks(leaf: torch.Tensor) -> bool:
     return bool(leaf._backward_hooks)
 
 
+_tensor_hooks_of = attrgetter("variable._backward_hooks")
+_accumulate_hooks_of = attrgetter("variable._post_accumulate_grad_hooks")
+variable_of: Callable[[Any], torch.Tensor] = attrgetter("variable")
+"""The leaf whose accumulator this is."""
+
+
 def hooked_leaves(accumulators: Iterable[Any]) -> list[Any]:
     """The accumulators of leaves that carry hooks made by `Tensor.register_hook`."""
-    hooked = []
-    for node in accumulators:
-        if node.variable._backward_hooks:
-            hooked.append(node)
-    return hooked
+    return list(filter(_tensor_hooks_of, accumulators))
 
 
 _world: Any = (
@@ -160,13 +164,9 @@ def accumulator_hooks(accumulator: Node) -> bool:
 
 def hooked_accumulators(accumulators: Iterable[Any]) -> list[Any]:
     """Those on which hooks hang that torch calls when it accumulates, as far as Python sees."""
-    hooked = []
-    for node in accumulators:
-        if getattr(node.variable, "_post_accumulate_grad_hooks", None) or (
-            node_hooks.ever and accumulator_hooks(node)
-        ):
-            hooked.append(node)
-    return hooked
+    if not node_hooks.ever:
+        return list(filter(_accumulate_hooks_of, accumulators))
+    return [n for n in accumulators if _accumulate_hooks_of(n) or accumulator_hooks(n)]
 
 
 class _CompiledAutograd:
@@ -292,10 +292,10 @@ hooks_of_compiled_modules = _HooksOfCompiledModules()
 
 
 def run_engine(
-    roots: Sequence[tuple[tuple[Node, int], torch.Tensor]],
+    edges: Sequence[tuple[Node, int]],
+    gradients: Sequence[torch.Tensor],
     leaves: Sequence[Node],
-    inputs: Sequence[torch.Tensor] = (),
-    *,
+    inputs: Sequence[torch.Tensor],
     retain_graph: bool,
     create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
@@ -308,26 +308,24 @@ def run_engine(
     Nor is a copy of the Python context put into the thread's C++ state, as the public function does
     for engine threads that there are none of here. See `accumulate` for the harm it can do.
     """
-    edges: list[GradientEdge] = []
-    gradients: list[torch.Tensor] = []
-    for (node, index), gradient in roots:
-        edges.append(_new_edge(GradientEdge, (node, index, None)))
-        gradients.append(gradient)
-    ends: list[Any] = []
-    for leaf in leaves:
-        ends.append(_new_edge(GradientEdge, (leaf, 0, None)))
-    ends += inputs
+    roots = tuple([_new_edge(GradientEdge, (node, index, None)) for node, index in edges])
     with eager_engine():
         results: tuple[torch.Tensor | None, ...] = _engine.run_backward(
-            tuple(edges),
+            roots,
             tuple(gradients),
             retain_graph,
             create_graph,
-            tuple(ends),
+            (*_edges_into(leaves), *inputs),
             allow_unreachable=True,
             accumulate_grad=False,
         )
     return results
+
+
+def _edges_into(nodes: Iterable[Node]) -> Iterator[GradientEdge]:
+    """The edge into the first input of each, made without a line of Python for it: there may be
+    thousands."""
+    return map(_new_edge, repeat(GradientEdge), zip(nodes, repeat(0), repeat(None), strict=False))
 
 
 def keep_compiled_nodes_usable(nodes: Iterable[Any]) -> None:
@@ -354,7 +352,7 @@ def accumulate(
     """
     with eager_engine():
         _engine.run_backward(
-            tuple([_new_edge(GradientEdge, (leaf, 0, None)) for leaf in leaves]),
+            tuple(_edges_into(leaves)),
             tuple(gradients),
             create_graph,
             create_graph,

@@ -175,8 +175,13 @@ class Method:
 
 
 def kind_of(target: object) -> int:
-    """A number by which waits for calls are told apart. A method is another object each time."""
-    return hash(target.method) if type(target) is Method else id(target)
+    """A number by which waits are told apart: for a call of this, or for what comes after it.
+
+    A method is another object each time, and so may be what describes a call.
+    """
+    if type(target) is Method:
+        return hash(target.method)
+    return hash(target) if type(target) is str else id(target)
 
 
 class _Tables(dict[int, dict[int, Pending]]):

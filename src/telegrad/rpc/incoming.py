@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from telegrad.rpc.calls import kind_of
 from telegrad.rpc.cargo import weigh_arrived
 from telegrad.rpc.failures import report_background_error
 from telegrad.rpc.lobby import IDLE_TIMEOUT
@@ -174,6 +175,7 @@ class Incoming:
                 is_counted = True
             finally:
                 local.incoming = None
+            link.stream.awaited = agent.lobby.awaited = kind_of(agent.node.served) ^ self._worker
             if local.timed is not None:
                 agent.slow_functions.ended(*local.timed)
                 local.timed = None

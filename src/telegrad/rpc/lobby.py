@@ -56,6 +56,8 @@ class Lobby:
         self._closed = False
         self.last = -1
         """The worker whose request was served last."""
+        self.awaited = 0
+        """What is waited for, as far as what was served last tells."""
         self._found: list[tuple[int, int]] = []
         self._lookout = Lookout(self._look)
         watch.register(self._descriptor, self._noticed, READABLE)
@@ -107,7 +109,7 @@ class Lobby:
     def _next(self) -> Incoming | None:
         """Stop hosting when a link has something to read, and give it; None if none had."""
         try:
-            if not self._lookout.wait(self.last):
+            if not self._lookout.wait(self.awaited):
                 self._found = self._sleep()
                 self._lookout.ended(bool(self._found))
             found, self._found = self._found, []

@@ -91,6 +91,8 @@ class Node:
         self.none_returns: str | None = None
         """Why a lost worker is not started anew, where that was to be expected."""
         self.passages = Passages(self)
+        self.served: object = None
+        """What was asked for last: how long it takes until the next request comes depends on it."""
         self._topics: dict[str, Callable[[int, Any], object]] = {}
         self._operations: dict[str, Callable[..., object]] = {}
         self.around_calls: Callable[[int], AbstractContextManager[None]] | None = None
@@ -333,6 +335,7 @@ class Node:
                 target, args, kwargs = request.topic, (request,), {}
             else:
                 target, args, kwargs = request
+            self.served = target
         except BaseException as error:
             self._finished.add(sender)
             if isinstance(error, CodecError):
@@ -456,6 +459,7 @@ class Node:
             topic, payload = (message.topic, message) if type(message) is Parcel else message
             # Not every value can be hashed or shown in time: see wire/hashing.py.
             handler = self._topics.get(topic) if type(topic) is str else None
+            self.served = topic
             if handler is None:
                 raise CodecError(f"a post for an unknown topic came from {sender}")
             if scope is None:

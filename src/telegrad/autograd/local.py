@@ -350,11 +350,11 @@ class Run:
         nodes would not run."""
         ends = [*group.leaves, *group.recvs]
         results = self._enter_engine(edges, gradients, ends) if ends else ()
+        # Others wait for these.
+        for recv, gradient in zip(group.recvs, results[len(group.leaves) :], strict=True):
+            if gradient is not None:
+                self.fire(recv.message, recv.index, gradient)
         self.gradients.add_each(group.leaves, results, self._create)
-        if group.recvs:
-            for recv, gradient in zip(group.recvs, results[len(group.leaves) :], strict=True):
-                if gradient is not None:
-                    self.fire(recv.message, recv.index, gradient)
 
     def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:
         for source in group.sources:

@@ -218,11 +218,17 @@ class Participant:
         assert self._run is not None
         if self._part.options.sequel is not None:
             gradients = apart_from_leaves(gradients)
-        posts = self._part.gradient(self._recvs[message].peer, message, gradients)
-        if self._run.brief:
+        peer = self._recvs[message].peer
+        posts = self._part.gradient(peer, message, gradients)
+        if self._run.brief and self._waits_for_the_rest(self._part, peer):
             self._held += posts
         else:
             self._send_from_engine(posts)
+
+    def _waits_for_the_rest(self, part: Part, peer: int) -> bool:
+        """Whether a gradient of a brief run leaves when all is done: the one for the parent can
+        carry the acknowledgement then. The others leave at once, as their workers wait for them."""
+        return part.owes(peer)
 
     def _send_from_engine(self, posts: list[Post]) -> None:
         self._send(posts)

@@ -18,6 +18,7 @@ import math
 import struct
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from telegrad.wire.quick import frame
 
 ARENA_THRESHOLD = 1 << 16
 MAX_FREED_PER_FRAME = 512
+_nbytes_of = attrgetter("nbytes")
 
 
 class Message(NamedTuple):
@@ -83,25 +85,49 @@ class Sending(Outbox):
         At the `deadline` (of `time.monotonic`) it returns although the peer does not read: the rest
         of the frame, copied, stays on the queue.
         """
-        if buffers and (
-            self._lane is not None or self.widen is not None or self._group is not None
-        ):
+        inline = 0
+        if buffers:
+            if self._lane is not None or self.widen is not None or self._group is not None:
+                message = Message(kind, call_id, meta, buffers, tensors, note, untracked)
+                if self._send_by_group(message, deadline) or self._send_by_lane(message, deadline):
+                    return
+            inline = sum(map(_nbytes_of, buffers)) + ROW * len(buffers)
+        if self.freed or inline + len(meta) + len(note) >= SMALL_FRAME:
             message = Message(kind, call_id, meta, buffers, tensors, note, untracked)
-            if self._send_by_group(message, deadline) or self._send_by_lane(message, deadline):
-                return
-        total = len(meta) + len(note) + ROW * len(buffers)
-        for buffer in buffers:
-            total += buffer.nbytes
-        # As nearly all are: nothing of it is in the arena, or the user's.
-        is_whole = total < SMALL_FRAME and not self.freed
-        if not is_whole:
-            rows: list[int] = []
-            inline: Sequence[memoryview] = self._place(buffers, rows)
-            freed = self._take_freed()
-            head = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed)
-            total = len(meta) + len(note) + len(head) + sum([part.nbytes for part in inline])
-            counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
-        own_memory = is_whole or total <= SMALL_FRAME or not inline
+            self._send_in_parts(message, later, deadline)
+            return
+        # As nearly all are: one piece, of which nothing is in the arena or the user's.
+        with self._lock:
+            if self.closed:
+                raise LinkClosed("the link is closed")
+            seq, ack = self.session.stamp()
+            whole = frame(kind, call_id, note, meta, buffers, seq, ack)
+            size = len(whole)
+            self.session.keep(seq, whole, size - HEADER_SIZE)
+            self._ticket += 1
+            if later or self._queue or self._writing or self.broken:
+                self._queue.append(whole)
+                self._queued_bytes += size
+                turn = self._become_writer(True, later, deadline)
+                if turn is None:
+                    return
+            else:
+                self.sent_bytes += size
+                self._writing = True
+                turn = [whole], size, self._ticket
+        self._write_queue(turn, deadline)
+
+    def _send_in_parts(self, message: Message, later: bool, deadline: float) -> None:
+        """Send a frame of which some is in the arena, or in the memory of the user's tensors, or
+        that gives slots back."""
+        kind, call_id, meta, buffers, tensors, note, untracked = message
+        rows: list[int] = []
+        inline: Sequence[memoryview] = self._place(buffers, rows)
+        freed = self._take_freed()
+        head = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed)
+        total = len(meta) + len(note) + len(head) + sum(map(_nbytes_of, inline))
+        counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
+        own_memory = total <= SMALL_FRAME or not inline
         if not own_memory:
             placed = rows[1::2][len(buffers) - untracked :]
             inline, tensors = _trackable(inline, tensors, placed.count(INLINE))
@@ -110,37 +136,30 @@ class Sending(Outbox):
             if self.closed:
                 raise LinkClosed("the link is closed")
             seq, ack = self.session.stamp()
-            size = HEADER_SIZE + total
+            start = b"".join((HEADER.pack(*counts, seq, ack, call_id), head, note, meta))
             kept: bytes | Borrowed
             parts: Sequence[Bytes]
-            if is_whole:
-                kept = frame(kind, call_id, note, meta, buffers, seq, ack)
+            if own_memory:
+                kept = b"".join((start, *inline))
                 parts = (kept,)
             else:
-                start = b"".join((HEADER.pack(*counts, seq, ack, call_id), head, note, meta))
-                if own_memory:
-                    kept = b"".join((start, *inline))
-                    parts = (kept,)
-                else:
-                    kept = Borrowed((start, *inline), _versions(tensors))
-                    parts = kept.parts
-            if not (later or self._queue or self._writing or self.broken):
-                # As a rule. `_put` and `_take_turn` would do the same.
-                self.session.keep(seq, kept, total)
-                self._ticket += 1
-                self.sent_bytes += size
-                self._writing = True
-                turn: Turn = (list(parts), size, self._ticket)
-            else:
-                self._put(seq, kept, total, parts, size)
-                if self._writing:
-                    if not own_memory or self._queued_bytes > QUEUE_BYTES:
-                        self._await_written(self._ticket, deadline)
-                    return
-                if self.broken or (later and own_memory and self._queued_bytes < LATER_BYTES):
-                    return
-                turn = self._take_turn()
-        self._write_queue(turn, deadline)
+                kept = Borrowed((start, *inline), _versions(tensors))
+                parts = kept.parts
+            self._put(seq, kept, total, parts, HEADER_SIZE + total)
+            turn = self._become_writer(own_memory, later, deadline)
+        if turn is not None:
+            self._write_queue(turn, deadline)
+
+    def _become_writer(self, own_memory: bool, later: bool, deadline: float) -> Turn | None:
+        """After a frame was queued: what the caller is to write, if it is to write. With the lock
+        held."""
+        if self._writing:
+            if not own_memory or self._queued_bytes > QUEUE_BYTES:
+                self._await_written(self._ticket, deadline)
+            return None
+        if self.broken or (later and own_memory and self._queued_bytes < LATER_BYTES):
+            return None
+        return self._take_turn()
 
     def _place(self, buffers: Sequence[memoryview], rows: list[int]) -> list[memoryview]:
         """Note where each buffer goes; those that go inline."""

@@ -15,7 +15,7 @@ import pytest
 
 from telegrad import rpc
 from telegrad.rpc import calls
-from telegrad.rpc.calls import latched
+from telegrad.rpc.calls import kind_of, latched
 from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import CallTimeout
 from telegrad.rpc.outgoing import Outgoing
@@ -65,6 +65,37 @@ def test_waits_for_different_methods_are_told_apart(make_job: MakeJob) -> None:
     job = make_job("a", "b")
     expected = job["a"].do(expected_by_kind, "b")
     assert expected["little"] < 0.01 < expected["long"]
+
+
+def test_what_is_described_in_words_is_the_same_kind_each_time() -> None:
+    first, second = (f"a RemoteSequential of {count} modules" for count in (2, 2))
+    assert first is not second
+    assert kind_of(first) == kind_of(second) != kind_of("a RemoteSequential of 3 modules")
+
+
+def expected_after(caller: str) -> dict[str, float]:
+    """How long it is expected to take until that worker calls again, by what it called last."""
+    agent: Any = current_node().transport
+    worker = rpc.get_worker_info(caller).id
+    expected = agent._incoming[worker].link.stream._lookout._expected
+    return {
+        function.__name__: expected[kind_of(function) ^ worker]
+        for function in (functions.nothing, functions.nothing_with)
+    }
+
+
+def call_with_pauses(to: str) -> dict[str, float]:
+    for _ in range(20):
+        rpc.rpc_sync(to, functions.nothing_with, args=(1,))
+        rpc.rpc_sync(to, functions.nothing)
+        time.sleep(0.015)
+    found: dict[str, float] = rpc.rpc_sync(to, expected_after, args=("a",))
+    return found
+
+
+def test_waits_after_different_requests_are_told_apart(make_job: MakeJob) -> None:
+    expected = make_job("a", "b")["a"].do(call_with_pauses, "b")
+    assert expected["nothing_with"] < 0.01 < expected["nothing"]
 
 
 # Replies for others that come without a pause.

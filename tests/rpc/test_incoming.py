@@ -93,7 +93,8 @@ class Callee:
         self.silence: Any = threading.Condition()
         self.slow_functions = SlowFunctions()
         self.awaited: list[str] = []
-        self.node = SimpleNamespace(limits=default_limits(Trust.CODE), serve=self._serve)
+        limits = default_limits(Trust.CODE)
+        self.node = SimpleNamespace(limits=limits, serve=self._serve, served=None)
         here, there = streams()
         self.caller = Link(there)
         member: Any = SimpleNamespace(info=WorkerInfo("caller", 0))

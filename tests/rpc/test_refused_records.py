@@ -147,7 +147,7 @@ def refuse_an_answer_in_a_pass(to: str) -> tuple[str, str]:
 
 
 def await_begin(context: Context) -> None:
-    while not context.passes.begun():
+    while not context.passes.begun:
         threading.Event().wait(0.001)
 
 

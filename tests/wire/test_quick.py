@@ -307,7 +307,7 @@ def test_no_object_is_kept_or_lost_by_short_cuts() -> None:
     """One too many or too few references to any of them shows after a thousand."""
     tensor, parcel = weights(), Parcel("a.topic", b"data", [weights()])
     data = whole(Kind.CALL, 1, b"note", b"meta", [memoryview(b"abc")], 1, 0)
-    objects = [tensor, parcel, parcel.tensors, echo, Parcel, Frame, Packed, data, None, NOT_QUICK]
+    objects = [tensor, parcel, parcel.tensors, echo, Parcel, Frame, Packed, data, NOT_QUICK]
 
     def use() -> None:
         for value in (*QUICK, *NOT_SO, tensor, parcel, (echo, (tensor,), {})):

@@ -94,7 +94,7 @@ class Callee:
         self.slow_functions = SlowFunctions()
         self.awaited: list[str] = []
         limits = default_limits(Trust.CODE)
-        self.node = SimpleNamespace(limits=limits, serve=self._serve, served=None)
+        self.node = SimpleNamespace(limits=limits, serve=self._serve, served=0)
         here, there = streams()
         self.caller = Link(there)
         member: Any = SimpleNamespace(info=WorkerInfo("caller", 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import signal
 import threading
@@ -21,7 +22,7 @@ from telegrad.rpc.errors import CallTimeout
 from telegrad.rpc.outgoing import Outgoing
 from tests.rpc import functions
 from tests.rpc.fleet import Job
-from tests.rpc.inside import call
+from tests.rpc.inside import call, when_settled
 from tests.rpc.test_interrupts import Late, be_late
 
 MakeJob = Callable[..., Job]
@@ -257,3 +258,25 @@ def wait_together() -> bool:
 def test_two_threads_that_wait_for_a_call_to_oneself_are_both_woken(make_job: MakeJob) -> None:
     job = make_job("a")
     assert job["a"].do(wait_together)
+
+
+# What was served.
+
+
+def keep_nothing(rref: Any) -> None:
+    pass
+
+
+def let_go_after_a_call(to: str) -> bool:
+    """Whether a value goes that a function brought along, although nothing else is called."""
+    node = current_node()
+    before = len(node.values._stored)
+    rref: Any = rpc.RRef([1])
+    rpc.rpc_sync(to, functools.partial(keep_nothing, rref))
+    assert len(node.values._stored) == before + 1
+    del rref
+    return when_settled(lambda: len(node.values._stored) == before, 5)
+
+
+def test_a_worker_does_not_keep_what_it_was_called_with(make_job: MakeJob) -> None:
+    assert make_job("a", "b")["a"].do(let_go_after_a_call, "b")

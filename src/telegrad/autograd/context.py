@@ -259,10 +259,10 @@ class Context:
             self._uncommitted.clear()
 
     def _credit_all(self, ledger: Ledger) -> None:
-        # Who sends or gets anything is known before.
-        if len(self.known_workers) == 1:
-            (peer,) = self.known_workers
-            ledger.credit(peer, len(self.sends) + len(self.recvs))
+        # Who sends or gets anything is known before. Others become known without the lock.
+        peers = [*self.known_workers]
+        if len(peers) == 1:
+            ledger.credit(peers[0], len(self.sends) + len(self.recvs))
             return
         for record in (*self.sends.values(), *self.recvs.values()):
             ledger.credit(record.peer)

@@ -151,6 +151,10 @@ class Gradients:
             known = total.get(id(leaf))
             total[id(leaf)] = gradient if known is None else add(known, gradient)
 
+    def has(self, gradient: Tensor | None) -> bool:
+        """Whether it is the very gradient of a leaf. After `settle`."""
+        return any(each is gradient for _, each in self._found)
+
     def drop(self, leaves: Collection[int]) -> None:
         """Forget what was found for these leaves, given by identity. After `settle`."""
         self._found = [each for each in self._found if id(each[0]) not in leaves]

@@ -50,7 +50,7 @@ from telegrad.autograd.events import (
     TakenBack,
     Unread,
 )
-from telegrad.autograd.leaves import apart_from_leaves
+from telegrad.autograd.leaves import Gradients, apart_from_leaves
 from telegrad.autograd.local import Run
 from telegrad.autograd.messages import (
     Absent,
@@ -211,7 +211,7 @@ class Participant:
         """What a worker says that was asked, if any was."""
         return ()
 
-    # Outlet of the run: called from inside the engine.
+    # Outlet of the run: called from inside the engine, or right after it if the run is brief.
 
     def gradient(self, message: int, gradients: Sequence[Tensor | None]) -> None:
         assert self._part is not None
@@ -495,7 +495,8 @@ class Participant:
             return merge_ack(posts, part.report())
         if self._follower.brief:
             # What goes to the parent can soon carry the acknowledgement as well.
-            self._held = [post for post in posts if part.owes(post.to)]
+            assert run is not None
+            self._held = [_unlike(run.gradients, post) for post in posts if part.owes(post.to)]
             posts = [post for post in posts if not part.owes(post.to)]
         return posts
 
@@ -591,3 +592,13 @@ class Participant:
     def _retire(self) -> None:
         self._recvs = {}
         self.active = False
+
+
+def _unlike(found: Gradients, post: Post) -> Post:
+    """A message that stays as it is while the gradients that were found here are changed in place:
+    the engine may give one tensor to a leaf and to another worker, as for `x + weight`."""
+    to, message = post
+    if type(message) is not Gradient or not any(map(found.has, message.gradients)):
+        return post
+    apart = [None if each is None else each.detach().clone() for each in message.gradients]
+    return Post(to, message._replace(gradients=apart))

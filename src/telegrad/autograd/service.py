@@ -349,9 +349,9 @@ class OpenPass:
         try:
             self.run.done_by_caller(leaves, gradients)
             self._initiator.close()
-            self.run.close()
             failed = False
         finally:
+            self.run.close()
             self._over(failed)
 
     def _over(self, failed: bool) -> None:

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from telegrad.rpc.calls import kind_of
 from telegrad.rpc.cargo import weigh_arrived
 from telegrad.rpc.failures import report_background_error
 from telegrad.rpc.lobby import IDLE_TIMEOUT
@@ -175,13 +174,14 @@ class Incoming:
                 is_counted = True
             finally:
                 local.incoming = None
-            link.stream.awaited = agent.lobby.awaited = kind_of(agent.node.served) ^ self._worker
+            link.stream.awaited = agent.lobby.awaited = agent.node.served ^ self._worker
             if local.timed is not None:
                 agent.slow_functions.ended(*local.timed)
                 local.timed = None
             with self._lock:
                 if self._leader is me:
                     self._turn += 1
+                    self._function = None  # What it refers to is not kept until the next one.
                     if by_turns and self._is_left_to_lobby():
                         return
                 elif is_counted:

@@ -133,7 +133,7 @@ class Lobby:
 
     def _noticed(self, _: int) -> None:
         """The watch says that there are bytes. It may have been told to look no more meanwhile."""
-        if not self._hosting.locked():
+        if not self._hosted:
             self._run(self.host)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from telegrad.rpc.calls import Calls, Late, Pending, afresh, without_frames
+from telegrad.rpc.calls import Calls, Late, Pending, afresh, kind_of, without_frames
 from telegrad.rpc.closing import CLOSING
 from telegrad.rpc.coroutines import Coroutines
 from telegrad.rpc.crossing import Crossing, NoCrossing, Scope
@@ -91,8 +91,8 @@ class Node:
         self.none_returns: str | None = None
         """Why a lost worker is not started anew, where that was to be expected."""
         self.passages = Passages(self)
-        self.served: object = None
-        """What was asked for last: how long it takes until the next request comes depends on it."""
+        self.served = 0
+        """The kind of what was asked for last: when the next request comes depends on it."""
         self._topics: dict[str, Callable[[int, Any], object]] = {}
         self._operations: dict[str, Callable[..., object]] = {}
         self.around_calls: Callable[[int], AbstractContextManager[None]] | None = None
@@ -335,7 +335,7 @@ class Node:
                 target, args, kwargs = request.topic, (request,), {}
             else:
                 target, args, kwargs = request
-            self.served = target
+            self.served = kind_of(target)
         except BaseException as error:
             self._finished.add(sender)
             if isinstance(error, CodecError):
@@ -459,7 +459,7 @@ class Node:
             topic, payload = (message.topic, message) if type(message) is Parcel else message
             # Not every value can be hashed or shown in time: see wire/hashing.py.
             handler = self._topics.get(topic) if type(topic) is str else None
-            self.served = topic
+            self.served = kind_of(topic)
             if handler is None:
                 raise CodecError(f"a post for an unknown topic came from {sender}")
             if scope is None:

@@ -45,16 +45,21 @@ static PyObject *not_quick, *zero;
 #define DECLARE(name) static PyObject *str_##name;
 NAMES(DECLARE)
 
-/* -1 with an error set, or whether the attribute is true. */
+/* Whether what was got or answered is true; -1 with an error set. Takes the reference. */
+static int
+is_true(PyObject *answer)
+{
+    if (answer == NULL)
+        return -1;
+    int truth = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return truth;
+}
+
 static int
 flag(PyObject *object, PyObject *name)
 {
-    PyObject *value = PyObject_GetAttr(object, name);
-    if (value == NULL)
-        return -1;
-    int truth = PyObject_IsTrue(value);
-    Py_DECREF(value);
-    return truth;
+    return is_true(PyObject_GetAttr(object, name));
 }
 
 /* Numbers are taken from attributes and from methods; -1 with an error set. */
@@ -89,16 +94,6 @@ address_of(PyObject *object)
     uintptr_t address = (uintptr_t)PyLong_AsUnsignedLongLong(found);
     Py_DECREF(found);
     return PyErr_Occurred() ? 0 : address;
-}
-
-static int
-is_true(PyObject *answer)
-{
-    if (answer == NULL)
-        return -1;
-    int truth = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return truth;
 }
 
 /* A named tuple, without the Python function that it has for being made. Takes the references. */

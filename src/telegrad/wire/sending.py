@@ -100,6 +100,7 @@ class Sending(Outbox):
         with self._lock:
             if self.closed:
                 raise LinkClosed("the link is closed")
+            # What fails from here must not: a number that is given and not kept ends the session.
             seq, ack = self.session.stamp()
             whole = frame(kind, call_id, note, meta, buffers, seq, ack)
             size = len(whole)
@@ -131,7 +132,6 @@ class Sending(Outbox):
         if not own_memory:
             placed = rows[1::2][len(buffers) - untracked :]
             inline, tensors = _trackable(inline, tensors, placed.count(INLINE))
-        # What fails from here on must not: a number that is given and not kept ends the session.
         with self._lock:
             if self.closed:
                 raise LinkClosed("the link is closed")

@@ -107,7 +107,7 @@ sanitize: $(READY)  ## the compiled short cuts under AddressSanitizer and UBSan
 	  -o $(SANITIZED)/src/telegrad/wire/_native$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
 	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=src:. \
 	  LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-	  ../../$(BIN)/pytest -q -p no:cacheprovider tests/wire/test_quick.py \
+	  ../../$(BIN)/pytest -q -p no:cacheprovider tests/wire/test_quick.py tests/wire/test_quick_links.py \
 	  tests/wire/test_codec_hostile.py tests/wire/test_link.py
 
 bench-tls: $(READY)  ## calls over TCP in the clear and under TLS, interleaved

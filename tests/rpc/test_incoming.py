@@ -25,6 +25,7 @@ from telegrad.rpc.runtime import Threads
 from telegrad.rpc.slow import SlowFunctions
 from telegrad.rpc.watch import Watch
 from telegrad.rpc.worker import WorkerInfo
+from telegrad.wire import sending
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.link import Link
 from telegrad.wire.session import Session
@@ -49,6 +50,7 @@ def test_a_leader_that_has_ended_its_turn_keeps_reading(workers: dict[str, Proce
 
 
 def never_acknowledge() -> None:
+    sending.depart = lambda *_: None
     Session.stamp = _stamped_without_acknowledgement
     Session.acknowledge = lambda session: 0
 

@@ -500,8 +500,12 @@ def test_each_limit_is_enforced(limits: Limits) -> None:
 def test_an_object_that_was_pickled_is_gone_with_its_last_user() -> None:
     gc.disable()
     try:
-        arrived = weakref.ref(sent(Opaque(n=1)))
+        value = Opaque(n=1)
+        left = weakref.ref(value)
+        arrived = weakref.ref(sent(value))
         assert arrived() is None
+        del value
+        assert left() is None
     finally:
         gc.enable()
 

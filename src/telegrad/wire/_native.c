@@ -6,11 +6,13 @@
  *   pack, unpack    a call of a function with a few tensors, a tensor, None, and a parcel with a
  *                   few tensors: the bytes that `encode` and `tensors` would write
  *   frame           a frame all of whose buffers are inline: the bytes of `frames.whole`
- *   next_frame      such a frame, if the window begins with one
+ *   depart          such a frame, numbered, kept and ready to be written, as `Sending.send` does it
+ *   arrive          such a frame, if the window of a link begins with one, as `Receiving.receive`
+ *                   does it
  *
- * What is not of such a form, or looks wrong in any way, is left to the Python code: `pack` and
- * `next_frame` then give None and `unpack` gives NOT_QUICK, with nothing done. So this file need
- * not be built: small messages only take longer then.
+ * What is not of such a form, or looks wrong in any way, is left to the Python code: `unpack` then
+ * gives NOT_QUICK, and all others but `frame` give None, with nothing done. So this file need not
+ * be built: small messages only take longer then.
  *
  * What must never happen: that a byte is read outside of the message or of a tensor's storage. All
  * numbers that a message holds are compared with what is left of it before they are used. And what
@@ -20,6 +22,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -29,7 +32,7 @@
 
 enum { FEW = 4, SHORT = 255, SMALL = 1 << 13, STRIDED = 0x80, REQUIRES_GRAD = 1 };
 enum { TAG_NONE = 0, TAG_TUPLE = 13, TAG_DICT = 17, TAG_TENSOR = 29, TAG_NAMED = 30, TAG_PARCEL = 39 };
-enum { HEADER = 52, ROW = 16, FIRST_KIND = 1, LAST_KIND = 6 };
+enum { HEADER = 52, ROW = 16, FIRST_KIND = 1, HOUSEKEEPING = 5, LAST_KIND = 6 };
 #define INLINE UINT64_MAX
 
 /* Of other modules, found when this one is imported. */
@@ -41,7 +44,7 @@ static PyObject *not_quick, *zero;
     X(layout) X(is_cpu) X(dtype) X(shape) X(stride) X(is_neg) X(storage_offset) X(itemsize) \
     X(untyped_storage) X(nbytes) X(data_ptr) X(requires_grad) X(requires_grad_) X(detach) X(numpy) \
     X(data) X(cast) X(castable) X(extent) X(header) X(array_type) X(is_floating_point) X(tensors) \
-    X(dims) X(items) X(depth) X(__self__) X(B)
+    X(dims) X(items) X(depth) X(__self__) X(B) X(acquire) X(release) X(append) X(popleft)
 #define DECLARE(name) static PyObject *str_##name;
 NAMES(DECLARE)
 
@@ -710,18 +713,13 @@ put_head(char *at, int kind, uint64_t call_id, uint64_t seq, uint64_t ack, const
     return at;
 }
 
+/* The bytes of a frame. NULL without an error if it is as long as `most` or longer. */
 static PyObject *
-native_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+made_frame(PyObject *const *message, uint64_t seq, uint64_t ack, Py_ssize_t most)
 {
-    if (nargs != 7) {
-        PyErr_SetString(PyExc_TypeError,
-                        "frame takes kind, call id, note, meta, buffers, number, acknowledgement");
-        return NULL;
-    }
-    long kind = PyLong_AsLong(args[0]);
-    uint64_t call_id = PyLong_AsUnsignedLongLong(args[1]);
-    uint64_t seq = PyLong_AsUnsignedLongLong(args[5]), ack = PyLong_AsUnsignedLongLong(args[6]);
-    PyObject *buffers = PyErr_Occurred() ? NULL : PySequence_Tuple(args[4]), *frame = NULL;
+    long kind = PyLong_AsLong(message[0]);
+    uint64_t call_id = PyLong_AsUnsignedLongLong(message[1]);
+    PyObject *buffers = PyErr_Occurred() ? NULL : PySequence_Tuple(message[4]), *frame = NULL;
     if (buffers == NULL)
         return NULL;
     /* Note and meta come first, and then the buffers. */
@@ -732,11 +730,13 @@ native_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         goto done;
     }
     for (; seen < 2 + count; seen++) {
-        PyObject *part = seen < 2 ? args[2 + seen] : PyTuple_GET_ITEM(buffers, seen - 2);
+        PyObject *part = seen < 2 ? message[2 + seen] : PyTuple_GET_ITEM(buffers, seen - 2);
         if (PyObject_GetBuffer(part, &views[seen], PyBUF_SIMPLE))
             goto done;
         total += views[seen].len;
     }
+    if (total >= most)
+        goto done;
     if (kind < 0 || kind > UINT8_MAX || views[0].len > UINT32_MAX || views[1].len > UINT32_MAX) {
         PyErr_SetString(PyExc_OverflowError, "a frame has more to say than fits its header");
         goto done;
@@ -757,6 +757,18 @@ done:
         PyMem_Free(views);
     Py_DECREF(buffers);
     return frame;
+}
+
+static PyObject *
+native_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 7) {
+        PyErr_SetString(PyExc_TypeError,
+                        "frame takes kind, call id, note, meta, buffers, number, acknowledgement");
+        return NULL;
+    }
+    uint64_t seq = PyLong_AsUnsignedLongLong(args[5]), ack = PyLong_AsUnsignedLongLong(args[6]);
+    return PyErr_Occurred() ? NULL : made_frame(args, seq, ack, PY_SSIZE_T_MAX);
 }
 
 /* The buffers of a frame, each in memory of its own; NULL without an error if one is elsewhere or
@@ -789,54 +801,284 @@ own_buffers(const char *rows, Py_ssize_t count, const char *at, const char *end)
     return buffers;
 }
 
-/* The frame at the start of these bytes; NULL without an error if it is not here or not usual. */
-static PyObject *
-read_frame(const char *start, Py_ssize_t have, uint64_t most)
+/* What the header of a frame says. */
+typedef struct {
+    int kind;
+    uint64_t note, count, freed, meta, total, seq, ack, call_id;
+} Head;
+
+static Head
+read_head(const char *at)
 {
-    if (have < HEADER)
-        return NULL;
-    int kind = (unsigned char)start[0];
-    uint64_t note = get_u32(start + 4), count = get_u32(start + 8), freed = get_u32(start + 12);
-    uint64_t meta = get_u32(start + 16), total = get_u64(start + 20);
-    if (kind < FIRST_KIND || kind > LAST_KIND || freed || total > most ||
-        total > (uint64_t)(have - HEADER) || ROW * count + note + meta > total)
-        return NULL;
-    const char *rows = start + HEADER, *at = rows + ROW * count;
-    PyObject *buffers = own_buffers(rows, (Py_ssize_t)count, at + note + meta, rows + total);
+    return (Head){(unsigned char)at[0], get_u32(at + 4),  get_u32(at + 8),
+                  get_u32(at + 12),     get_u32(at + 16), get_u64(at + 20),
+                  get_u64(at + 28),     get_u64(at + 36), get_u64(at + 44)};
+}
+
+/* The frame that has this head and begins here; NULL without an error if not all is inline. */
+static PyObject *
+read_frame(const Head *head, const char *start)
+{
+    const char *rows = start + HEADER, *at = rows + ROW * head->count;
+    const char *inlined = at + head->note + head->meta;
+    PyObject *buffers = own_buffers(rows, (Py_ssize_t)head->count, inlined, rows + head->total);
     if (buffers == NULL)
         return NULL;
-    PyObject *fields[5] = {PyLong_FromLong(kind), PyLong_FromUnsignedLongLong(get_u64(start + 44)),
-                           PyBytes_FromStringAndSize(at, (Py_ssize_t)note),
-                           PyBytes_FromStringAndSize(at + note, (Py_ssize_t)meta), buffers};
-    PyObject *parts[4] = {named_tuple(frame_type, 5, fields),
-                          PyLong_FromUnsignedLongLong(get_u64(start + 28)),
-                          PyLong_FromUnsignedLongLong(get_u64(start + 36)),
-                          PyLong_FromUnsignedLongLong(total)};
-    return named_tuple((PyObject *)&PyTuple_Type, 4, parts);
+    PyObject *fields[5] = {PyLong_FromLong(head->kind), PyLong_FromUnsignedLongLong(head->call_id),
+                           PyBytes_FromStringAndSize(at, (Py_ssize_t)head->note),
+                           PyBytes_FromStringAndSize(at + head->note, (Py_ssize_t)head->meta),
+                           buffers};
+    return named_tuple(frame_type, 5, fields);
+}
+
+/* ---- Links ---- */
+
+/* Where the fields of a connection and of its session lie, which are slots of their classes. */
+#define CONNECTION_FIELDS(X) \
+    X(closed) X(broken) X(freed) X(session) X(sent_bytes) X(_lock) X(_queue) X(_writing) X(_ticket) \
+    X(_window) X(_start) X(_end) X(_large) X(_unsuspicious)
+#define SESSION_FIELDS(X) \
+    X(_sent) X(_kept) X(_last_kept) X(_kept_total) X(_dropped_total) X(_seen) X(_seen_bytes) \
+    X(_reported) X(_reported_bytes)
+#define PLACE(name) static Py_ssize_t place_##name;
+CONNECTION_FIELDS(PLACE)
+SESSION_FIELDS(PLACE)
+#define FIELD(object, name) (*(PyObject **)((char *)(object) + place_##name))
+
+static PyObject *connection_type, *session_type;
+
+/* The session of a link all of whose fields are there; NULL without an error if that is not so. */
+static PyObject *
+session_of(PyObject *link)
+{
+    if (!PyObject_TypeCheck(link, (PyTypeObject *)connection_type)) {
+        PyErr_SetString(PyExc_TypeError, "that is not a link");
+        return NULL;
+    }
+#define IS_THERE(name) && FIELD(object, name) != NULL
+    PyObject *object = link;
+    if (!(1 CONNECTION_FIELDS(IS_THERE)))
+        return NULL;
+    object = FIELD(link, session);
+    if (!PyObject_TypeCheck(object, (PyTypeObject *)session_type) || !(1 SESSION_FIELDS(IS_THERE)))
+        return NULL;
+    return object;
+}
+
+#define NUMBER(object, name) PyLong_AsUnsignedLongLong(FIELD(object, name))
+
+/* Only for numbers and truth: nothing runs when one goes. Takes the reference. */
+static void
+put(PyObject **field, PyObject *value)
+{
+    PyObject *old = *field;
+    *field = value;
+    Py_DECREF(old);
+}
+
+/* Whether who sends now becomes the writer, of what it sends alone. With the lock held. */
+static int
+is_free(PyObject *link)
+{
+    return FIELD(link, closed) == Py_False && FIELD(link, broken) == Py_False &&
+           FIELD(link, _writing) == Py_False && PyObject_Size(FIELD(link, _queue)) == 0 &&
+           PyObject_Size(FIELD(link, freed)) == 0;
+}
+
+/* Number a frame and keep it; what is to be written, or NULL, without an error if it is too long.
+ * With the lock held. All that may fail comes first: a number that is given and not kept ends the
+ * session. */
+static PyObject *
+stamped(PyObject *link, PyObject *session, PyObject *const *message, Py_ssize_t most)
+{
+    uint64_t seq = NUMBER(session, _sent) + 1, kept = NUMBER(session, _kept_total);
+    uint64_t ticket = NUMBER(link, _ticket) + 1, sent = NUMBER(link, sent_bytes);
+    /* The bytes are read before the number, as in `Session.stamp`. */
+    PyObject *seen_bytes = Py_NewRef(FIELD(session, _seen_bytes));
+    PyObject *seen = Py_NewRef(FIELD(session, _seen));
+    uint64_t ack = PyLong_AsUnsignedLongLong(seen);
+    PyObject *entry = NULL, *turn = NULL;
+    PyObject *whole = PyErr_Occurred() ? NULL : made_frame(message, seq, ack, most);
+    if (whole == NULL)
+        goto done;
+    uint64_t size = (uint64_t)PyBytes_GET_SIZE(whole);
+    entry = Py_BuildValue("(KOK)", seq, whole, size - HEADER);
+    turn = Py_BuildValue("([O]KK)", whole, size, ticket);
+    PyObject *totals[2] = {PyLong_FromUnsignedLongLong(kept + size - HEADER),
+                           PyLong_FromUnsignedLongLong(sent + size)};
+    PyObject *added = NULL;
+    if (entry != NULL && turn != NULL && totals[0] != NULL && totals[1] != NULL)
+        added = PyObject_CallMethodOneArg(FIELD(session, _kept), str_append, entry);
+    if (added == NULL) {
+        Py_XDECREF(totals[0]);
+        Py_XDECREF(totals[1]);
+        Py_CLEAR(turn);
+        goto done;
+    }
+    Py_DECREF(added);
+    put(&FIELD(session, _sent), Py_NewRef(PyTuple_GET_ITEM(entry, 0)));
+    put(&FIELD(session, _last_kept), Py_NewRef(PyTuple_GET_ITEM(entry, 0)));
+    put(&FIELD(session, _kept_total), totals[0]);
+    put(&FIELD(session, _reported_bytes), Py_NewRef(seen_bytes));
+    put(&FIELD(session, _reported), Py_NewRef(seen));
+    put(&FIELD(link, _ticket), Py_NewRef(PyTuple_GET_ITEM(turn, 2)));
+    put(&FIELD(link, sent_bytes), totals[1]);
+    put(&FIELD(link, _writing), Py_NewRef(Py_True));
+done:
+    Py_XDECREF(entry);
+    Py_XDECREF(whole);
+    Py_DECREF(seen);
+    Py_DECREF(seen_bytes);
+    return turn;
 }
 
 static PyObject *
-native_next_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+native_depart(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 4) {
-        PyErr_SetString(PyExc_TypeError, "next_frame takes a window, its start, its end, a limit");
+    if (nargs != 7) {
+        PyErr_SetString(PyExc_TypeError,
+                        "depart takes a link, kind, call id, note, meta, buffers, a limit");
         return NULL;
     }
-    Py_ssize_t start = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
-    uint64_t most = PyLong_AsUnsignedLongLong(args[3]);
-    Py_buffer window;
-    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &window, PyBUF_SIMPLE))
+    PyObject *link = args[0], *session = session_of(link), *turn = NULL;
+    Py_ssize_t most = PyLong_AsSsize_t(args[6]), count = PyObject_Size(args[5]);
+    if (PyErr_Occurred())
         return NULL;
-    PyObject *found = NULL;
-    if (0 <= start && start <= end && end <= window.len)
-        found = read_frame((const char *)window.buf + start, end - start, most);
-    PyBuffer_Release(&window);
-    if (found == NULL && !PyErr_Occurred())
+    if (session == NULL || count > FEW)
         Py_RETURN_NONE;
-    return found;
+    /* Who would have to wait for the lock goes the long way. */
+    PyObject *lock = Py_NewRef(FIELD(link, _lock));
+    int locked = is_true(PyObject_CallMethodOneArg(lock, str_acquire, Py_False));
+    if (locked > 0) {
+        if (is_free(link) && !PyErr_Occurred())
+            turn = stamped(link, session, args + 1, most);
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        Py_XDECREF(PyObject_CallMethodNoArgs(lock, str_release));
+        PyErr_Restore(type, value, trace);
+    }
+    Py_DECREF(lock);
+    if (turn == NULL && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    return turn;
+}
+
+/* Forget what the peer has, as `Session.admit`. -1 with an error set. */
+static int
+drop_kept(PyObject *session, uint64_t ack)
+{
+    PyObject *kept = FIELD(session, _kept);
+    uint64_t dropped = 0;
+    while (PyObject_Size(kept) > 0) {
+        PyObject *first = PySequence_GetItem(kept, 0);
+        if (first == NULL)
+            return -1;
+        assert(PyTuple_CheckExact(first) && PyTuple_GET_SIZE(first) == 3);
+        uint64_t number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(first, 0));
+        dropped += number <= ack ? PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(first, 2)) : 0;
+        PyObject *gone = number <= ack ? PyObject_CallMethodNoArgs(kept, str_popleft) : NULL;
+        Py_DECREF(first);
+        if (gone == NULL)
+            break;
+        Py_DECREF(gone);
+    }
+    if (PyErr_Occurred())
+        return -1;
+    if (dropped) {
+        PyObject *total = PyLong_FromUnsignedLongLong(NUMBER(session, _dropped_total) + dropped);
+        if (total == NULL)
+            return -1;
+        put(&FIELD(session, _dropped_total), total);
+    }
+    return 0;
+}
+
+/* Whether a frame with this head is the next one, for somebody, and can be taken from the bytes that
+ * are here; and whether nothing has to be acknowledged when it has been taken. */
+static int
+is_usual(PyObject *link, PyObject *session, const Head *head, Py_ssize_t have, uint64_t frames,
+         uint64_t bytes)
+{
+    uint64_t total = head->total, seq = head->seq;
+    if (head->kind < FIRST_KIND || head->kind > LAST_KIND || head->kind == HOUSEKEEPING)
+        return 0;
+    if (head->freed || total > NUMBER(link, _unsuspicious) || total > (uint64_t)(have - HEADER) ||
+        ROW * head->count + head->note + head->meta > total)
+        return 0;
+    if (seq != NUMBER(session, _seen) + 1 || head->ack > NUMBER(session, _sent))
+        return 0;
+    return seq - NUMBER(session, _reported) < frames &&
+           NUMBER(session, _seen_bytes) + total - NUMBER(session, _reported_bytes) < bytes;
+}
+
+/* Take a frame from the window; NULL without an error if it is not a usual one. */
+static PyObject *
+taken(PyObject *link, PyObject *session, const Py_buffer *window, uint64_t frames, uint64_t bytes)
+{
+    Py_ssize_t start = PyLong_AsSsize_t(FIELD(link, _start)), end = PyLong_AsSsize_t(FIELD(link, _end));
+    if (start < 0 || end > window->len || end - start < HEADER)
+        return NULL;
+    const char *at = (const char *)window->buf + start;
+    Head head = read_head(at);
+    if (!is_usual(link, session, &head, end - start, frames, bytes) || PyErr_Occurred())
+        return NULL;
+    PyObject *frame = read_frame(&head, at);
+    if (frame == NULL)
+        return NULL;
+    PyObject *seen = PyLong_FromUnsignedLongLong(head.seq);
+    PyObject *counted = PyLong_FromUnsignedLongLong(NUMBER(session, _seen_bytes) + head.total);
+    PyObject *next = PyLong_FromSsize_t(start + HEADER + (Py_ssize_t)head.total);
+    if (!seen || !counted || !next || drop_kept(session, head.ack) < 0) {
+        Py_XDECREF(seen);
+        Py_XDECREF(counted);
+        Py_XDECREF(next);
+        Py_CLEAR(frame);
+        return NULL;
+    }
+    put(&FIELD(session, _seen), seen);
+    put(&FIELD(session, _seen_bytes), counted);
+    put(&FIELD(link, _start), next);
+    return frame;
+}
+
+static PyObject *
+native_arrive(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3) {
+        PyErr_SetString(PyExc_TypeError, "arrive takes a link, and how much may be owed to its peer");
+        return NULL;
+    }
+    PyObject *link = args[0], *session = session_of(link), *frame = NULL;
+    uint64_t frames = PyLong_AsUnsignedLongLong(args[1]), bytes = PyLong_AsUnsignedLongLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer window;
+    if (session == NULL || FIELD(link, _large) != Py_None)
+        Py_RETURN_NONE;
+    if (PyObject_GetBuffer(FIELD(link, _window), &window, PyBUF_SIMPLE))
+        return NULL;
+    frame = taken(link, session, &window, frames, bytes);
+    PyBuffer_Release(&window);
+    if (frame == NULL && !PyErr_Occurred())
+        Py_RETURN_NONE;
+    return frame;
 }
 
 /* ---- The module ---- */
+
+/* Where a slot of a class lies in its objects; 0 with an error set. */
+static int
+find_slot(PyObject *type, const char *name, Py_ssize_t *place)
+{
+    PyObject *slot = PyObject_GetAttrString(type, name);
+    int found = slot != NULL && Py_IS_TYPE(slot, &PyMemberDescr_Type);
+    if (found)
+        *place = ((PyMemberDescrObject *)slot)->d_member->offset;
+    else if (slot != NULL)
+        PyErr_Format(PyExc_AttributeError, "%s is not a slot", name);
+    Py_XDECREF(slot);
+    return found;
+}
 
 /* Found in other modules once, and kept for as long as the process lives. */
 static int
@@ -868,7 +1110,12 @@ native_exec(PyObject *module)
                 find("telegrad.wire.frames", "Frame", &frame_type) &&
                 find("telegrad.wire.packed", "Packed", &packed_type) &&
                 find("telegrad.wire.parcel", "Parcel", &parcel_type) &&
-                find("telegrad.wire.packed", "NOT_QUICK", &not_quick);
+                find("telegrad.wire.packed", "NOT_QUICK", &not_quick) &&
+                find("telegrad.wire.connection", "Connection", &connection_type) &&
+                find("telegrad.wire.session", "Session", &session_type);
+#define FIND_IN_CONNECTION(name) && find_slot(connection_type, #name, &place_##name)
+#define FIND_IN_SESSION(name) && find_slot(session_type, #name, &place_##name)
+    found = found CONNECTION_FIELDS(FIND_IN_CONNECTION) SESSION_FIELDS(FIND_IN_SESSION);
     if (!found && PyErr_ExceptionMatches(PyExc_AttributeError))
         PyErr_SetString(PyExc_ImportError, "it was compiled for another version of telegrad");
     return found ? 0 : -1;
@@ -881,15 +1128,17 @@ static PyMethodDef methods[] = {
      "unpack(meta, buffers, trust, limits, arrive): what it holds, or NOT_QUICK"},
     {"frame", (PyCFunction)(void (*)(void))native_frame, METH_FASTCALL,
      "frame(kind, call_id, note, meta, buffers, seq, ack): the bytes of a frame"},
-    {"next_frame", (PyCFunction)(void (*)(void))native_next_frame, METH_FASTCALL,
-     "next_frame(window, start, end, most): (frame, seq, ack, total), or None"},
+    {"depart", (PyCFunction)(void (*)(void))native_depart, METH_FASTCALL,
+     "depart(link, kind, call_id, note, meta, buffers, most): what is to be written, or None"},
+    {"arrive", (PyCFunction)(void (*)(void))native_arrive, METH_FASTCALL,
+     "arrive(link, frames, bytes): the next frame, or None"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
 
 static struct PyModuleDef native = {
-    PyModuleDef_HEAD_INIT, "telegrad.wire._native", "Short cuts of the codec and of frames.", 0,
+    PyModuleDef_HEAD_INIT, "telegrad.wire._native", "Short cuts of the codec, of frames and of links.", 0,
     methods, slots, NULL, NULL, NULL,
 };
 

@@ -3,6 +3,7 @@ from typing import Any
 
 from torch import Tensor
 
+from telegrad.wire.connection import Connection, Turn
 from telegrad.wire.frames import Frame
 from telegrad.wire.packed import Packed
 from telegrad.wire.primitives import ByteBuffer
@@ -25,6 +26,13 @@ def frame(
     seq: int,
     ack: int,
 ) -> bytes: ...
-def next_frame(
-    window: memoryview, start: int, end: int, most: int
-) -> tuple[Frame, int, int, int] | None: ...
+def depart(
+    link: Connection,
+    kind: int,
+    call_id: int,
+    note: bytes,
+    meta: bytes,
+    buffers: Sequence[memoryview],
+    most: int,
+) -> Turn | None: ...
+def arrive(link: Connection, frames: int, bytes_: int) -> Frame | None: ...

@@ -32,6 +32,8 @@ CARRIED_TIMEOUT = 0.05
 """Seconds for which a reader waits at a time for tensors that come beside their frame."""
 
 Bytes = bytes | memoryview
+Turn = tuple[list[Bytes], int, int]
+"""What its writer has to write: the parts, their size, and the last ticket among them."""
 
 
 class LinkBroken(ConnectionError):
@@ -72,6 +74,43 @@ class Incoming:
 
 class Connection:
     """The state of a link, and its breaking."""
+
+    # The compiled short cuts find them without a look into a dictionary.
+    __slots__ = (
+        "_arena",
+        "_arriving",
+        "_awaiting",
+        "_changed",
+        "_end",
+        "_freed_since",
+        "_group",
+        "_lane",
+        "_large",
+        "_limits",
+        "_lock",
+        "_overdue",
+        "_patience",
+        "_queue",
+        "_queued_bytes",
+        "_start",
+        "_ticket",
+        "_tickets_written",
+        "_unsuspicious",
+        "_view",
+        "_window",
+        "_writing",
+        "broken",
+        "closed",
+        "freed",
+        "name",
+        "nudge",
+        "received_bytes",
+        "sent_bytes",
+        "session",
+        "stream",
+        "while_blocked",
+        "widen",
+    )
 
     def __init__(
         self,

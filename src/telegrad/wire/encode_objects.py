@@ -166,7 +166,7 @@ def _opaque(e: Encoder, obj: Any) -> None:
             f"pickle refuses it: {type(error).__name__}: {error}; leave it out, say in its class "
             "how it pickles (__reduce__ or __getstate__), or send an RRef to it",
         ) from error
-    buffers, e.pickler.buffers = e.pickler.buffers, []
+    buffers = e.pickler.take_buffers()
     attached, e.pickler.attached = e.pickler.attached, []
     write_items(e, attached, Tag.OPAQUE)
     e.buffers += buffers

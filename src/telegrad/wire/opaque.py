@@ -13,6 +13,7 @@ import contextlib
 import io
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -31,10 +32,18 @@ class TreePickler(pickle.Pickler):
     def __init__(self, known: Callable[[int], object]) -> None:
         self.stream = io.BytesIO()
         self.attached: list[object] = []
-        self.buffers: list[memoryview] = []
+        self._buffers: list[memoryview] = []
         self._known = known
         self._numbers: dict[int, int] = {}
-        super().__init__(self.stream, protocol=5, buffer_callback=self._keep_buffer)
+        # Not a method: as a circle, it would keep all that it pickled until a garbage collection.
+        keep = partial(_keep_buffer, self._buffers)
+        super().__init__(self.stream, protocol=5, buffer_callback=keep)
+
+    def take_buffers(self) -> list[memoryview]:
+        """What is to travel beside the pickle, of what was pickled since the last time."""
+        taken = self._buffers.copy()
+        self._buffers.clear()
+        return taken
 
     def persistent_id(self, obj: Any) -> int | None:
         cls = type(obj)
@@ -47,12 +56,14 @@ class TreePickler(pickle.Pickler):
             self.attached.append(obj)
         return number
 
-    def _keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        view = buffer.raw()
-        if view.nbytes < _OUT_OF_BAND:
-            return True
-        self.buffers.append(view)
-        return False
+
+def _keep_buffer(kept: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    """Whether it is to be a part of the pickle after all."""
+    view = buffer.raw()
+    if view.nbytes < _OUT_OF_BAND:
+        return True
+    kept.append(view)
+    return False
 
 
 class TreeUnpickler(pickle.Unpickler):

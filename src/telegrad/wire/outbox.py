@@ -17,14 +17,11 @@ import time
 from collections.abc import Iterable
 
 from telegrad.wire import interrupts
-from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, Connection, LinkClosed
+from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, Connection, LinkClosed, Turn
 from telegrad.wire.frames import HEADER, HEADER_SIZE, Kind
 
 QUEUE_BYTES = 8 << 20
 LATER_BYTES = 1 << 14
-
-Turn = tuple[list[Bytes], int, int]
-"""What its writer has to write: the parts, their size, and the last ticket among them."""
 
 
 class Outbox(Connection):

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from telegrad.wire.connection import Connection, Turn
 from telegrad.wire.frames import Frame, whole
 from telegrad.wire.packed import NOT_QUICK, Packed
 from telegrad.wire.primitives import ByteBuffer
@@ -36,11 +37,23 @@ def unpack(
 frame = whole
 
 
-def next_frame(
-    window: memoryview, start: int, end: int, most: int
-) -> tuple[Frame, int, int, int] | None:
-    """The frame at the start of what was read, its number, its acknowledgement and its size, if all
-    of it is there and it has at most so many bytes, each of them its own."""
+def depart(
+    link: Connection,
+    kind: int,
+    call_id: int,
+    note: bytes,
+    meta: bytes,
+    buffers: Sequence[memoryview],
+    most: int,
+) -> Turn | None:
+    """Number a frame and keep it; what its writer has to write, if its sender has become that, and
+    nothing else is on the queue, and the frame has less than so many bytes, all of them inline."""
+    return None
+
+
+def arrive(link: Connection, frames: int, bytes_: int) -> Frame | None:
+    """The next frame, if all of it is in the window, inline, and new, and fewer frames and bytes
+    than these are owed an acknowledgement then."""
     return None
 
 
@@ -53,5 +66,5 @@ except ImportError:
     pass
 else:
     pack, unpack = _native.pack, _native.unpack
-    frame, next_frame = _native.frame, _native.next_frame
+    frame, depart, arrive = _native.frame, _native.depart, _native.arrive
     BUILT = True

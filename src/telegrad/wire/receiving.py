@@ -36,15 +36,12 @@ from telegrad.wire.group import Arrival, GroupFailed, TensorGroup
 from telegrad.wire.lane import are_large, inline_bytes, is_split
 from telegrad.wire.outbox import Outbox
 from telegrad.wire.primitives import ByteBuffer
-from telegrad.wire.quick import next_frame
+from telegrad.wire.quick import arrive
 from telegrad.wire.session import SessionError
 from telegrad.wire.warm import warm
 
 ACK_FRAMES = 256
 ACK_BYTES = 1 << 20
-LIGHT = ACK_BYTES // ACK_FRAMES // 4
-"""Frames below it are too small to make up `ACK_BYTES` before there are `ACK_FRAMES` of them."""
-LOOK_EVERY = 64
 
 _NOTHING: Iterator[ByteBuffer] = iter(())
 
@@ -73,11 +70,9 @@ class Receiving(Outbox):
                 need = HEADER_SIZE
                 if have >= HEADER_SIZE:
                     # As nearly all are; the rest of this is for the others.
-                    quick = next_frame(self._window, self._start, self._end, self._unsuspicious)
-                    if quick is not None:
-                        if self._admit(*quick):
-                            return quick[0]
-                        continue
+                    frame = arrive(self, ACK_FRAMES, ACK_BYTES)
+                    if frame is not None:
+                        return frame
                     header = HEADER.unpack_from(self._window, self._start)
                     kind, _, note_length, rows, freed, meta_length, total, _, _, _ = header
                     known = ROW * rows + SLOT * freed + note_length + meta_length
@@ -197,14 +192,6 @@ class Receiving(Outbox):
         self.received_bytes += count
         return count
 
-    def _admit(self, frame: Frame, seq: int, ack: int, total: int) -> bool:
-        """Whether a frame that is at the start of the window is new, and for somebody."""
-        is_new = self.session.admit(seq, ack, total)
-        self._start += HEADER_SIZE + total
-        if is_new and (total >= LIGHT or not seq % LOOK_EVERY):
-            self._acknowledge_if_due()
-        return is_new and frame.kind != Kind.HOUSEKEEPING
-
     def _take_small(self, header: tuple[int, ...]) -> Frame | None:
         kind, _, note_length, rows, freed, meta_length, total, seq, ack, call_id = header
         window = self._window
@@ -221,8 +208,7 @@ class Receiving(Outbox):
         if not self.session.admit(seq, ack, total):
             self._start = end
             return None
-        if total >= LIGHT or not seq % LOOK_EVERY:
-            self._acknowledge_if_due()
+        self._acknowledge_if_due()
         note = bytes(window[at : at + note_length]) if note_length else b""
         at += note_length
         meta = bytes(window[at : at + meta_length])

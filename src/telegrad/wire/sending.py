@@ -25,12 +25,12 @@ import numpy as np
 from torch import Tensor
 
 from telegrad.wire import interrupts
-from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, LinkClosed
+from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, LinkClosed, Turn
 from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, ROW, head_of
 from telegrad.wire.group import GroupFailed, TensorGroup, Transfer
 from telegrad.wire.lane import Lane, are_large, cut
-from telegrad.wire.outbox import LATER_BYTES, QUEUE_BYTES, Outbox, Turn, size_of
-from telegrad.wire.quick import frame
+from telegrad.wire.outbox import LATER_BYTES, QUEUE_BYTES, Outbox, size_of
+from telegrad.wire.quick import depart, frame
 
 ARENA_THRESHOLD = 1 << 16
 MAX_FREED_PER_FRAME = 512
@@ -85,6 +85,12 @@ class Sending(Outbox):
         At the `deadline` (of `time.monotonic`) it returns although the peer does not read: the rest
         of the frame, copied, stays on the queue.
         """
+        # As nearly all are: one piece, of which nothing is in the arena or the user's, and nobody
+        # else writes; the rest of this is for the others.
+        turn = None if later else depart(self, kind, call_id, note, meta, buffers, SMALL_FRAME)
+        if turn is not None:
+            self._write_queue(turn, deadline)
+            return
         inline = 0
         if buffers:
             if self._lane is not None or self.widen is not None or self._group is not None:
@@ -96,27 +102,16 @@ class Sending(Outbox):
             message = Message(kind, call_id, meta, buffers, tensors, note, untracked)
             self._send_in_parts(message, later, deadline)
             return
-        # As nearly all are: one piece, of which nothing is in the arena or the user's.
         with self._lock:
             if self.closed:
                 raise LinkClosed("the link is closed")
             # What fails from here must not: a number that is given and not kept ends the session.
             seq, ack = self.session.stamp()
             whole = frame(kind, call_id, note, meta, buffers, seq, ack)
-            size = len(whole)
-            self.session.keep(seq, whole, size - HEADER_SIZE)
-            self._ticket += 1
-            if later or self._queue or self._writing or self.broken:
-                self._queue.append(whole)
-                self._queued_bytes += size
-                turn = self._become_writer(True, later, deadline)
-                if turn is None:
-                    return
-            else:
-                self.sent_bytes += size
-                self._writing = True
-                turn = [whole], size, self._ticket
-        self._write_queue(turn, deadline)
+            self._put(seq, whole, len(whole) - HEADER_SIZE, (whole,), len(whole))
+            turn = self._become_writer(True, later, deadline)
+        if turn is not None:
+            self._write_queue(turn, deadline)
 
     def _send_in_parts(self, message: Message, later: bool, deadline: float) -> None:
         """Send a frame of which some is in the arena, or in the memory of the user's tensors, or

@@ -142,10 +142,10 @@ slow: $(READY)  ## the tests that are too long for make test
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) $(ECOSYSTEM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f src/telegrad/wire/*.so
+	rm -f src/telegrad/*/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml requirements-dev.txt hatch_build.py src/telegrad/wire/_native.c
+$(READY): pyproject.toml requirements-dev.txt hatch_build.py $(wildcard src/telegrad/*.h src/telegrad/*/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
 	$(BIN)/pip install --quiet -r requirements-dev.txt

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.context import Context, working_in
-from telegrad.autograd.crossing import AutogradCrossing, engine_thread
+from telegrad.autograd.crossing import AutogradCrossing
 from telegrad.autograd.messages import Mode, Options, kind_of
+from telegrad.autograd.nodes import engine_thread
 from telegrad.autograd.service import Autograd
 from telegrad.rpc.calls import Pending
 from telegrad.rpc.errors import WorkerLost

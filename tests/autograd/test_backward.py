@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from telegrad.autograd import nodes
 from telegrad.autograd.backward import Part, Post, check_gradients, merge_ack
 from telegrad.autograd.context import SendRecord
 from telegrad.autograd.errors import AutogradError, BadGradient
@@ -262,9 +263,14 @@ def test_a_sequel_that_is_too_long_is_refused(length: int) -> None:
         decode(Parcel(TOPIC, head + length.to_bytes(4, "little") + b"data", ()))
 
 
-SENT = SendRecord(
-    5, 2, torch.zeros(()), ((torch.Size([2]), torch.float32), (torch.Size([3]), torch.float64))
-)
+def record_of(*tensors: torch.Tensor) -> SendRecord:
+    """Message 5, to worker 2."""
+    made = nodes.send(lambda: 5, 2, [tensor.requires_grad_() for tensor in tensors])
+    assert made is not None
+    return SendRecord(5, 2, made[1])
+
+
+SENT = record_of(torch.ones(2), torch.ones(3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +290,7 @@ def test_gradients_that_do_not_fit_are_refused_by_name(sender, gradients, compla
 
 
 def test_a_layout_that_does_not_travel_is_refused() -> None:
-    record = SendRecord(5, 2, torch.zeros(()), ((torch.Size([1, 2]), torch.float32),))
+    record = record_of(torch.ones(1, 2))
     with pytest.raises(BadGradient, match="layout"):
         check_gradients(record, 2, [torch.ones(1, 2).to_sparse_csr()])
 
@@ -292,5 +298,5 @@ def test_a_layout_that_does_not_travel_is_refused() -> None:
 def test_gradients_that_fit_pass() -> None:
     check_gradients(SENT, 2, [torch.ones(2), None])
     check_gradients(SENT, 2, None)
-    record = SendRecord(5, 2, torch.zeros(()), ((torch.Size([2]), torch.float32),))
+    record = record_of(torch.ones(2))
     check_gradients(record, 2, [torch.ones(2).to_sparse()])

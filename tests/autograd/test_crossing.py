@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from telegrad.autograd.context import current_context, current_scope, refuse_nested, working_in
-from telegrad.autograd.crossing import AutogradCrossing, Note, RecvNode, SendNode
+from telegrad.autograd.crossing import AutogradCrossing, Note
 from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.nodes import RecvNode, SendNode
 from tests.autograd.harness import Workers
 
 CROSSING = AutogradCrossing()

@@ -36,7 +36,6 @@ and is not counted; an `Absent` that engages anyone (its receiver may not belong
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -57,6 +56,7 @@ from telegrad.autograd.messages import (
     Mode,
     Options,
 )
+from telegrad.autograd.nodes import fits
 
 _ACK = Ack()
 
@@ -220,9 +220,6 @@ def merge_ack(posts: list[Post], ack: list[Post]) -> list[Post]:
     return posts + ack
 
 
-_SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
-_LAYOUT = attrgetter("layout")
-_STRIDED = {torch.strided}
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
@@ -230,13 +227,9 @@ def fit(
     record: SendRecord | EnclosedSend, sender: int, gradients: Sequence[Tensor | None] | None
 ) -> bool:
     """Nearly always true, and quick to tell; what is wrong otherwise, `check_gradients` finds."""
-    if sender != record.peer or not gradients:
+    if sender != record.peer or not gradients or record.node is None:
         return False
-    try:
-        shapes = [*map(_SHAPE_AND_DTYPE, gradients)]
-    except AttributeError:
-        return False  # Some are absent.
-    return shapes == record.shapes and {*map(_LAYOUT, gradients)} == _STRIDED
+    return fits(record.node, gradients)
 
 
 def check_gradients(

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
@@ -41,23 +41,21 @@ def worker_of(number: int) -> int:
 
 
 class SendRecord(NamedTuple):
-    """Tensors that left in one message. The token keeps their graph alive."""
+    """Tensors that left in one message. The node keeps their graph alive."""
 
     message: int
     peer: int
-    token: torch.Tensor
-    shapes: Sequence[tuple[torch.Size, torch.dtype]]
+    node: Any
 
     @property
-    def node(self) -> Node:
-        node = self.token.grad_fn
-        assert node is not None
-        return node
+    def shapes(self) -> Sequence[tuple[torch.Size, torch.dtype]]:
+        shapes: Sequence[tuple[torch.Size, torch.dtype]] = self.node.shapes
+        return shapes
 
     @property
-    def edges(self) -> Sequence[tuple[Node | None, int]]:
-        edges: Sequence[tuple[Node | None, int]] = self.token.grad_fn.next_functions  # type: ignore[union-attr]
-        return edges
+    def start(self) -> Any:
+        """Where gradients enter the graph, as `plan.Source` has it."""
+        return self.node
 
 
 class RecvRecord(NamedTuple):

@@ -1,18 +1,7 @@
 """Where the graph is cut when tensors leave, and joined when they arrive.
 
 A message of a context that carries tensors which need gradient becomes one *send* on the worker it
-leaves and one *recv* on the worker it reaches, with the same message id.
-
-* A send is one autograd node over all those tensors. Its output, the token, is used by nothing: a
-  backward pass starts from it with the gradients that come back.
-* A recv is one autograd node **per tensor**, not one per message. A node with several outputs runs
-  when any of them has a gradient, and then torch calls the hooks of the others with None; in one
-  process the hooks of an unused tensor are not called at all. The nodes of one message compare
-  equal, so "did these tensors come together?" can still be asked of the graph.
-* An arriving tensor travels to its node inside a list. As an argument it would come out as a view
-  of itself, and the user could not change it in place.
-* Where the engine runs for long, a recv runs before all else that is ready: its gradient leaves
-  while local work goes on.
+leaves and one *recv* on the worker it reaches, with the same message id. See `nodes`.
 
 Beside the tensors travels a short *note*: context id, message id, which tensors need gradient,
 and which passes had begun at the sender. Those passes do not wait for this message; any other pass
@@ -26,15 +15,12 @@ step of training would still be in memory while the next one makes its own.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from telegrad.autograd import torch_private
+from telegrad.autograd import nodes
 from telegrad.autograd.container import Container
 from telegrad.autograd.context import (
     WORKER_SHIFT,
@@ -47,98 +33,9 @@ from telegrad.autograd.context import (
 )
 from telegrad.autograd.enclosed import EnclosedSend, looking_for_changes
 from telegrad.autograd.errors import AutogradError
-from telegrad.rpc.current import find_node
 
 if TYPE_CHECKING:
     from telegrad.autograd.refusals import Refusals
-
-
-class Running(Protocol):
-    """What runs the engine on a thread, as its nodes see it."""
-
-    def take(self, message: int) -> Sequence[Tensor | None]: ...
-
-    def fire(self, message: int, index: int, gradient: Tensor | None) -> None: ...
-
-    def pass_gate(self) -> None: ...
-
-
-class _Thread(threading.local):
-    running: Running | None = None
-
-
-engine_thread = _Thread()
-
-_TOKEN = torch.zeros(())
-_ANCHOR = torch.zeros((), requires_grad=True)
-"""The input of every recv: makes its output need gradient, and makes the engine run its node."""
-
-
-def anchor() -> Tensor:
-    return _ANCHOR
-
-
-def _running(what: str, peer: int) -> Running:
-    running = engine_thread.running
-    if running is None:
-        node = find_node()
-        name = peer if node is None else repr(node.members.name(peer))
-        raise AutogradError(
-            f"A local backward reached {what} {name}: the graph goes on there. "
-            "Use telegrad.autograd.backward(context_id, [loss]) instead of loss.backward()."
-        )
-    return running
-
-
-class Send(torch.autograd.Function):
-    """Tensors that leave. The node is a source of the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, message: int, peer: int, *tensors: Tensor) -> Tensor:
-        ctx.message = message
-        ctx.peer = peer
-        return _TOKEN.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return (None, None, *_running("tensors sent to worker", ctx.peer).take(ctx.message))
-
-
-_NO_GRADIENTS = (None,) * 5
-
-
-class Recv(torch.autograd.Function):
-    """One tensor that arrived. Its gradient leaves from inside the engine."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, message: int, index: int, peer: int, box: Any) -> Any:
-        ctx.message = message
-        ctx.index = index
-        ctx.peer = peer
-        ctx.set_materialize_grads(False)
-        return box[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor | None) -> Any:
-        running = engine_thread.running or _running("a tensor that came from worker", ctx.peer)
-        running.fire(ctx.message, ctx.index, gradient[0])
-        return _NO_GRADIENTS
-
-
-_send = torch_private.applied(Send)
-_recv = torch_private.applied(Recv)
-
-SendNode: Any = Send._backward_cls
-RecvNode: Any = Recv._backward_cls
-
-
-def _same_message(node: Any, other: object) -> bool:
-    return isinstance(other, RecvNode) and bool(node.message == other.message)
-
-
-# The hash stays that of the object: two nodes are different keys although they compare equal.
-RecvNode.__eq__ = _same_message
-RecvNode.__hash__ = object.__hash__
 
 
 _RECORDING, _ALONE = 1, 2
@@ -235,23 +132,21 @@ class AutogradCrossing:
             return b""
         if not scope.recording:
             return pack_note(context.id, recording=False, alone=alone)
-        indices: list[int] = []
-        sent: list[Tensor] = []
-        shapes: list[tuple[torch.Size, torch.dtype]] = []
-        for index, tensor in enumerate(tensors):
-            if tensor.requires_grad:
-                indices.append(index)
-                sent.append(tensor)
-                shapes.append((tensor.shape, tensor.dtype))
-        if not indices:
-            return pack_note(context.id, alone=alone)
-        message = service.next_message()
         record: SendRecord | EnclosedSend
         if scope.enclosed is None:
-            record = SendRecord(message, to, _send(message, to, *sent), shapes)
+            sent = nodes.send(service.next_message, to, tensors)
+            if sent is None:
+                return pack_note(context.id, alone=alone)
+            message, made, indices = sent
+            record = SendRecord(message, to, made)
         else:
-            scope.enclosed.sent(message, sent)
-            record = EnclosedSend(message, to, shapes)
+            indices = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+            if not indices:
+                return pack_note(context.id, alone=alone)
+            message = service.next_message()
+            leaving = [tensors[index] for index in indices]
+            scope.enclosed.sent(message, leaving)
+            record = EnclosedSend(message, to, [(each.shape, each.dtype) for each in leaving])
         begun = context.add_send(record)
         return pack_note(context.id, message, indices, begun, alone=alone)
 
@@ -269,8 +164,9 @@ class AutogradCrossing:
         if alone and sender == context.origin:
             service.end_earlier(context)
         if message:
-            nodes, tensors = _receive(node, sender, message, indices, tensors)
-            record = RecvRecord(message, sender, nodes)
+            _check_received(node, sender, message, indices, tensors)
+            made = nodes.receive(message, sender, indices, tensors)
+            record = RecvRecord(message, sender, made)
             missed = context.add_recv(record, begun)
             if missed:
                 service.missed(context, missed, record)
@@ -291,11 +187,9 @@ class AutogradCrossing:
         return looking_for_changes(scope) if scope.context.enclosures else speaking_for(scope)
 
 
-def _receive(
+def _check_received(
     node: Any, sender: int, message: int, indices: tuple[int, ...], tensors: list[Tensor]
-) -> tuple[list[Node], list[Tensor]]:
-    """A node for each tensor that needs gradient, which sends it back, and all tensors as the user
-    sees them."""
+) -> None:
     if message >> WORKER_SHIFT != sender:
         raise AutogradError(
             f"Message {message} from worker {node.members.name(sender)!r} has a number that worker "
@@ -306,10 +200,3 @@ def _receive(
             f"Message {message} from worker {node.members.name(sender)!r} says that its tensor "
             f"{max(indices, default=None)} needs gradient, but carries {len(tensors)} tensors."
         )
-    tensors = tensors.copy()
-    nodes: list[Any] = []
-    for place, index in enumerate(indices):
-        tensor = tensors[index].requires_grad_(False)
-        received = tensors[index] = _recv(_ANCHOR, message, place, sender, [tensor])
-        nodes.append(received.grad_fn)
-    return nodes, tensors

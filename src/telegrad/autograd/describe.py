@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from telegrad.autograd.context import Context, SendRecord
-from telegrad.autograd.crossing import RecvNode
 from telegrad.autograd.enclosed import EnclosedSend
+from telegrad.autograd.nodes import RecvNode
 from telegrad.autograd.plan import LeafNode
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _sent(send: SendRecord | EnclosedSend, counts: dict[int, int]) -> Sent:
     shapes = tuple(f"{str(dtype).removeprefix('torch.')} {_shape(s)}" for s, dtype in send.shapes)
     if send.node is None:
         return Sent(send.message, send.peer, shapes, "computed by a compiled function", ())
-    made_of, needs = expression(send.edges, counts)
+    made_of, needs = expression(send.node.next_functions, counts)
     return Sent(send.message, send.peer, shapes, made_of, needs)
 
 

@@ -46,7 +46,7 @@ class EnclosedSend:
     node: None = None
 
     @property
-    def edges(self) -> tuple[tuple[None, int], ...]:
+    def start(self) -> tuple[tuple[None, int], ...]:
         return ((None, 0),) * len(self.shapes)
 
 

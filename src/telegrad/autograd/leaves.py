@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd import torch_private
+from telegrad.autograd.nodes import compiled
 
 grad_slots = threading.RLock()
 """Held by whoever puts something into `.grad` for a moment: passes here, steps of optimizers."""
@@ -164,6 +165,11 @@ class Gradients:
         by_node = self._by_node
         if not by_node:
             return
+        if compiled is not None and not (create_graph or torch_private.process_group_exists()):
+            found = compiled.settle(by_node)
+            if found is not None:
+                self._found, self._by_node = found, {}
+                return
         if not (create_graph or _are_owned(by_node.values())):
             own_all(by_node)
         accumulators = accumulating_for_real(by_node)

@@ -28,7 +28,7 @@ What must never happen:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,12 +37,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd import torch_private
 from telegrad.autograd.context import RecvRecord
-from telegrad.autograd.crossing import anchor, engine_thread
 from telegrad.autograd.enclosed import Enclosure, leaves_of
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.freeing import LARGE, free_without_recursion
 from telegrad.autograd.leaves import Gradients, accumulating_for_real, add
 from telegrad.autograd.messages import Options
+from telegrad.autograd.nodes import anchor, compiled, engine_thread
 from telegrad.autograd.plan import (
     ROOTS,
     Edge,
@@ -51,7 +51,9 @@ from telegrad.autograd.plan import (
     Source,
     Stages,
     State,
+    edges_of,
     form_groups,
+    groups_of,
     make_stages,
     run_first,
 )
@@ -63,6 +65,8 @@ _BRIEF = 60
 """Nodes, leaves among them. They take about as long to run as a message takes to leave."""
 
 _ONE = torch.ones(())
+
+prepares = torch_private.hooks_of_compiled_modules
 
 
 class Suspend(Exception):
@@ -109,18 +113,25 @@ class Run:
         self._create = options.create_graph
         self._retain = options.retain_graph or self._create
         self._enclosing = leaves_of(enclosures) if enclosures else {}
-        self._groups, self._nodes = form_groups(sources.values(), self._enclosing)
-        if self._retain:
-            torch_private.keep_compiled_nodes_usable(self._nodes)
-        if torch_private.hooks_of_compiled_modules.ever:
-            torch_private.hooks_of_compiled_modules.prepare(self._nodes)
-        self.brief = len(self._nodes) <= _BRIEF and not self._enclosing
+        self._reached: Collection[Any]
+        """The nodes that the sources lead to; recvs in any case."""
+        if compiled is None or self._enclosing or self._retain or prepares.ever:
+            self._groups, self._reached = form_groups(sources.values(), self._enclosing)
+            count = len(self._reached)
+            if self._retain:
+                torch_private.keep_compiled_nodes_usable(self._reached)
+            if prepares.ever:
+                prepares.prepare(self._reached)
+            if count > LARGE:
+                free_without_recursion(self._reached)
+        else:
+            self._groups, count = groups_of(sources.values())
+            self._reached = {recv for group in self._groups for recv in group.recvs}
+        self.brief = count <= _BRIEF and not self._enclosing
         """The engine is done so soon that nothing is gained by sending from inside it."""
         if not self.brief:
             for group in self._groups:
                 run_first(group.recvs)
-            if len(self._nodes) > LARGE:
-                free_without_recursion(self._nodes)
         self._open = len(self._groups)
         roots = sources.get(ROOTS)
         self._stirred = [] if roots is None else [self._groups[roots.group]]
@@ -175,8 +186,8 @@ class Run:
             group.sources, group.leaves, group.recvs = [], {}, []
         for source in self.sources.values():
             source.record = None
-            source.edges, source.gradients = (), ()
-        self._groups, self._nodes, self._current, self._stirred = [], {}, None, []
+            source.start, source.gradients = (), ()
+        self._groups, self._reached, self._current, self._stirred = [], {}, None, []
         self._fired, self._captured, self._recvs = {}, [], {}
         if self._left_tasks:
             self._drop_tasks()
@@ -262,7 +273,7 @@ class Run:
     def _answer_unreached(self) -> None:
         for message, record in self._recvs.items():
             for index, recv in enumerate(record.nodes):
-                if recv not in self._nodes:
+                if recv not in self._reached:
                     self.fire(message, index, None)
 
     def _answer_unreachable(self, group: Group) -> None:
@@ -321,40 +332,43 @@ class Run:
 
     def _run_whole(self, group: Group, hooked: list[Any]) -> None:
         """The common case: all is there, nothing was cut."""
+        if not self.brief or torch_private.node_hooks.ever:
+            self._run_past_recvs(group, hooked)
+        else:
+            weighted = [
+                (source.start, source.gradients)
+                for source in group.sources
+                if source.state is State.GRADIENT
+            ]
+            flowed, sums = self._in_engine(run_whole, weighted, group.leaves, group.recvs)
+            # Others wait for these.
+            count = len(group.leaves)
+            for recv, gradient in zip(group.recvs, flowed[count:], strict=False):
+                if gradient is not None:
+                    self.fire(recv.message, recv.index, gradient)
+            self.gradients.add_each(group.leaves, flowed, self._create)
+            if sums:
+                self.gradients.add(sums, self._create)
+        self._finish(group)
+
+    def _run_past_recvs(self, group: Group, hooked: list[Any]) -> None:
+        """Where gradients leave from inside the engine, or the nodes of recvs may have hooks."""
         edges: list[Edge] = []
         gradients: list[Tensor] = []
         sums: list[tuple[Any, Tensor]] = []
         for source in group.sources:
-            if source.state is State.GRADIENT:
-                for edge, gradient in zip(source.edges, source.gradients, strict=True):
-                    node = edge[0]
-                    if gradient is None or node is None:
-                        continue
-                    if type(node) is LeafNode and node not in hooked:
-                        sums.append((node, gradient))
-                    else:
-                        edges.append(edge)
-                        gradients.append(gradient)
-        if edges and self.brief and not torch_private.node_hooks.ever:
-            self._stop_at_recvs(group, edges, gradients)
-        elif edges:
+            for edge, gradient in source.weighted_edges():
+                if type(edge[0]) is LeafNode and edge[0] not in hooked:
+                    sums.append((edge[0], gradient))
+                else:
+                    edges.append(edge)
+                    gradients.append(gradient)
+        if edges:
             leaves = list(group.leaves)
             results = self._call(edges, gradients, leaves, group)
             self.gradients.add_each(leaves, results, self._create)
         if sums:
             self.gradients.add(sums, self._create)
-        self._finish(group)
-
-    def _stop_at_recvs(self, group: Group, edges: list[Edge], gradients: list[Tensor]) -> None:
-        """Have the engine give what flows to the recvs instead of running them. Hooks on their
-        nodes would not run."""
-        ends = [*group.leaves, *group.recvs]
-        results = self._enter_engine(edges, gradients, ends) if ends else ()
-        # Others wait for these.
-        for recv, gradient in zip(group.recvs, results[len(group.leaves) :], strict=True):
-            if gradient is not None:
-                self.fire(recv.message, recv.index, gradient)
-        self.gradients.add_each(group.leaves, results, self._create)
 
     def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:
         for source in group.sources:
@@ -439,24 +453,19 @@ class Run:
         # The engine runs only what leads to an input.
         ends = leaves
         if self._enclosing:
-            ends = [*leaves, *[leaf for leaf in self._enclosing if leaf in self._nodes]]
+            ends = [*leaves, *[leaf for leaf in self._enclosing if leaf in self._reached]]
         inputs = (anchor(),) if group.recvs else ()
-        return self._enter_engine(edges, gradients, ends, inputs)[: len(leaves)]
+        run = torch_private.run_engine
+        results: Sequence[Tensor | None] = self._in_engine(run, edges, gradients, ends, inputs)
+        return results[: len(leaves)]
 
-    def _enter_engine(
-        self,
-        edges: list[Edge],
-        gradients: list[Tensor],
-        ends: list[Any],
-        inputs: Sequence[Tensor] = (),
-    ) -> Sequence[Tensor | None]:
+    def _in_engine(self, run: Callable[..., Any], *what: Any) -> Any:
+        """Run the engine, as its nodes know us meanwhile."""
         previous = engine_thread.running
         engine_thread.running = self
         self._left_tasks = True
         try:
-            results = torch_private.run_engine(
-                edges, gradients, ends, inputs, self._retain, self._create
-            )
+            results = run(*what, self._retain, self._create)
         except RuntimeError as error:
             _explain_reentrant_checkpoint(error)
             raise
@@ -510,6 +519,38 @@ class Run:
         for handle in group.stages.handles:
             handle.remove()
         group.stages = None
+
+
+def run_whole(
+    weighted: Sequence[tuple[Any, Sequence[Tensor | None]]],
+    leaves: Collection[Any],
+    recvs: Collection[Any],
+    retain_graph: bool,
+    create_graph: bool,
+) -> tuple[Sequence[Tensor | None], list[tuple[Any, Tensor]]]:
+    """Have the engine give what flows from these starts to the leaves and to the recvs, instead of
+    running those: hooks on the nodes of recvs would not run. And what goes straight into leaves."""
+    edges: list[Edge] = []
+    flowing: list[Tensor] = []
+    sums: list[tuple[Any, Tensor]] = []
+    for start, gradients in weighted:
+        for edge, gradient in zip(edges_of(start), gradients, strict=True):
+            node = edge[0]
+            if gradient is None or node is None:
+                continue
+            if type(node) is LeafNode and not torch_private.tensor_hooks(node.variable):
+                sums.append((node, gradient))
+            else:
+                edges.append(edge)
+                flowing.append(gradient)
+    ends = [*leaves, *recvs] if edges else []
+    if not ends:
+        return (), sums
+    return torch_private.run_engine(edges, flowing, ends, (), retain_graph, create_graph), sums
+
+
+if compiled is not None:
+    run_whole = compiled.run
 
 
 def _explain_reentrant_checkpoint(error: RuntimeError) -> None:

@@ -397,7 +397,7 @@ class Participant:
         sources = {} if roots is None else {ROOTS: roots}
         for record in sends:
             peers.add(record.peer)
-            sources[record.message] = Source(record.message, record.edges, record)
+            sources[record.message] = Source(record.message, record.start, record)
         for arrived in self._recvs.values():
             peers.add(arrived.peer)
         peers.discard(worker)

@@ -19,7 +19,7 @@ The walk is the only part of a pass that spends Python on every node. Keep it le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -31,9 +31,10 @@ from torch.utils.hooks import RemovableHandle
 
 from telegrad.autograd import torch_private
 from telegrad.autograd.context import SendRecord
-from telegrad.autograd.crossing import RecvNode, engine_thread
 from telegrad.autograd.enclosed import EnclosedSend, Enclosure
 from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.freeing import LARGE, free_without_recursion
+from telegrad.autograd.nodes import RecvNode, compiled, engine_thread
 
 Edge = tuple[Any, int]
 
@@ -54,12 +55,19 @@ class State(Enum):
     ABSENT = 2
 
 
+def edges_of(start: Any) -> Sequence[Edge]:
+    """The edges that a source starts with."""
+    edges: Sequence[Edge] = getattr(start, "next_functions", start)
+    return edges
+
+
 @dataclass(slots=True, eq=False)
 class Source:
     """Roots, or one send, in one pass."""
 
     message: int
-    edges: Sequence[Edge]
+    start: Any
+    """Its edges, or the node of a send, which leads to them."""
     record: SendRecord | EnclosedSend | None = None
     state: State = State.PENDING
     gradients: Sequence[Tensor | None] = ()
@@ -73,6 +81,10 @@ class Source:
     def node(self) -> Node | None:
         """The node of a send. Roots have none, nor have sends from inside of a node."""
         return None if self.record is None else self.record.node
+
+    @property
+    def edges(self) -> Sequence[Edge]:
+        return edges_of(self.start)
 
     def weighted_edges(self) -> list[tuple[Edge, Tensor]]:
         """Where the gradients of this source enter the graph."""
@@ -118,6 +130,21 @@ class Stages:
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
+def groups_of(sources: Collection[Source]) -> tuple[list[Group], int]:
+    """As `form_groups`, without an object of Python for each node on the way; and the number of
+    nodes, leaves included."""
+    found, met, count = compiled.walk([source.start for source in sources])
+    groups = [
+        Group([source], leaves, recvs)
+        for source, (leaves, recvs) in zip(sources, found, strict=True)
+    ]
+    if len(groups) == 1:
+        return groups, count
+    for place, source in enumerate(sources):
+        source.group = place
+    return _joined(groups, {}, met, {}) if met else groups, count
+
+
 def form_groups(
     sources: Iterable[Source], enclosing: Mapping[Any, Enclosure] | None = None
 ) -> tuple[list[Group], dict[Any, int]]:
@@ -126,7 +153,7 @@ def form_groups(
     and can be used as keys."""
     owner: dict[Any, int] = {}
     groups: list[Group] = []
-    met: list[tuple[int, Any]] = []
+    met: list[tuple[int, int, Any]] = []
     leaf_type, recv_type = LeafNode, RecvNode
     for k, source in enumerate(sources):
         leaves: dict[Any, None] = {}
@@ -140,7 +167,7 @@ def form_groups(
                     continue
                 if node in owner:
                     if owner[node] != k:
-                        met.append((k, node))
+                        met.append((k, owner[node], node))
                     continue
                 owner[node] = k
                 kind = type(node)
@@ -158,7 +185,7 @@ def form_groups(
 def _joined(
     groups: list[Group],
     owner: dict[Any, int],
-    met: list[tuple[int, Any]],
+    met: list[tuple[int, int, Any]],
     enclosing: Mapping[Any, Enclosure],
 ) -> list[Group]:
     """The groups of one source each, put together where a source `met` what another had found, or
@@ -171,8 +198,7 @@ def _joined(
             i = parent[i]
         return i
 
-    for k, node in met:
-        other = owner[node]
+    for k, other, node in met:
         if type(node) is LeafNode and node not in enclosing:
             groups[k].leaves[node] = None
             if not torch_private.tensor_hooks(node.variable):
@@ -218,6 +244,8 @@ def make_stages(group: Group, enclosing: Mapping[Any, Enclosure] | None = None) 
     levels = frozenset(mask for node, mask in masks.items() if node not in group.leaves)
     run_first(group.recvs)
     _lift_above_sends(len(group.sources) + len(nodes), children)
+    if len(masks) > LARGE:
+        free_without_recursion(masks)
     stages = Stages(masks, levels, cuts, nodes, hooked, _make_gate(group))
     group.stages = stages
     return stages

@@ -14,7 +14,6 @@ from telegrad.autograd.backward import Post
 from telegrad.autograd.censuses import Censuses, read_number
 from telegrad.autograd.container import Container
 from telegrad.autograd.context import WORKER_SHIFT, Context, RecvRecord, Scope, worker_of
-from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.describe import DESCRIBE, Part, part_of
 from telegrad.autograd.errors import AutogradError, ContextLost, UnknownContext
 from telegrad.autograd.events import Abandon, Asked, Lost, Missed, Stopped
@@ -33,6 +32,7 @@ from telegrad.autograd.messages import (
     decode,
     encode,
 )
+from telegrad.autograd.nodes import engine_thread
 from telegrad.autograd.participant import Participant
 from telegrad.autograd.references import BACKWARD, backward_from, backward_on_owner
 from telegrad.autograd.refusals import Refusals

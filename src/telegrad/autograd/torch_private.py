@@ -36,7 +36,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.fx.experimental._backward_state import BackwardState
 
 _engine: Any = torch.autograd.Variable._execution_engine
-_compiled_autograd = torch._C._dynamo.compiled_autograd
+_compiler = torch._C._dynamo.compiled_autograd
 _is_multithreading_enabled = torch._C._is_multithreading_enabled
 _set_multithreading_enabled = torch._C._set_multithreading_enabled
 
@@ -184,7 +184,7 @@ class _CompiledAutograd:
 
     def put_away(self) -> bool:
         """Switch it off; tells whether it must be brought back."""
-        found = _compiled_autograd.set_autograd_compiler(None, False)
+        found = _compiler.set_autograd_compiler(None, False)
         if found[0] is None and self._away is None:
             return False
         with self._lock:
@@ -200,10 +200,10 @@ class _CompiledAutograd:
                 return
             found, self._away = self._away, None
             if found is not None and torch._dynamo.compiled_autograd.compiled_autograd_enabled:
-                _compiled_autograd.set_autograd_compiler(*found)
+                _compiler.set_autograd_compiler(*found)
 
 
-_compiled_autograd_switch = _CompiledAutograd()
+compiled_autograd = _CompiledAutograd()
 
 
 class eager_engine:
@@ -222,11 +222,11 @@ class eager_engine:
         self._threads = _is_multithreading_enabled()
         if self._threads:
             _set_multithreading_enabled(False)
-        self._is_away = _compiled_autograd_switch.put_away()
+        self._is_away = compiled_autograd.put_away()
 
     def __exit__(self, *_: object) -> None:
         if self._is_away:
-            _compiled_autograd_switch.bring_back()
+            compiled_autograd.bring_back()
         if self._threads:
             _set_multithreading_enabled(True)
 

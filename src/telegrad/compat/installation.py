@@ -22,7 +22,7 @@ import torch
 import torch.futures
 from torch.nn.parallel import DistributedDataParallel
 
-from telegrad.autograd.crossing import RecvNode, SendNode
+from telegrad.autograd import nodes
 from telegrad.rpc.current import find_node
 
 _lock = threading.RLock()
@@ -60,9 +60,11 @@ def install() -> None:
         _replace_names(stock.c_rpc, rpc, rpc.api)
         _replace_names(stock.c_autograd, autograd)
         _set(vars(torch.futures), "wait_all", futures.wait_all)
-        # Autograd nodes report the name of their class.
-        _set_attribute(SendNode, "__name__", "torch::distributed::autograd::SendRpcBackward")
-        _set_attribute(RecvNode, "__name__", "torch::distributed::autograd::RecvRpcBackward")
+        _undo.append(lambda: nodes.set_names(*nodes.OWN_NAMES))
+        nodes.set_names(
+            "torch::distributed::autograd::SendRpcBackward",
+            "torch::distributed::autograd::RecvRpcBackward",
+        )
         make_reducer = reducers.outliving(DistributedDataParallel._ddp_init_helper)
         _set_attribute(DistributedDataParallel, "_ddp_init_helper", make_reducer)
         for name in ("_new_script_local_optimizer", "_script_local_optimizer_step"):

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.context import Context, begin_work_in, current_context, end_work
-from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.enclosed import EnclosedCall, Enclosure
 from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.nodes import engine_thread
 from telegrad.compile import torch_private
 from telegrad.compile.own import OwnCall
 from telegrad.rpc.current import current_node

@@ -20,9 +20,9 @@ from torch import Tensor, strided
 from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.context import Context, Scope
-from telegrad.autograd.crossing import RecvNode
 from telegrad.autograd.enclosed import looking_for_changes
 from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.nodes import RecvNode
 from telegrad.autograd.plan import LeafNode
 from telegrad.wire.layouts import layout_of
 

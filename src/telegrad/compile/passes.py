@@ -27,9 +27,9 @@ from telegrad.autograd.api import (
     require_context,
 )
 from telegrad.autograd.context import Context, refuse_nested
-from telegrad.autograd.crossing import engine_thread
 from telegrad.autograd.errors import AutogradError
 from telegrad.autograd.messages import Mode, Options
+from telegrad.autograd.nodes import engine_thread
 from telegrad.autograd.roots import check_roots
 from telegrad.autograd.service import Autograd, OpenPass
 from telegrad.autograd.torch_private import tensor_hooks

@@ -1,1 +1,0 @@
-"""Measurements beside peers; each program runs by itself: `python -m benchmarks.rpc`."""

@@ -160,6 +160,10 @@ class Mailbox:
     def lost_workers(self) -> dict[int, str]:
         return self._lost
 
+    @property
+    def has_losses(self) -> bool:
+        return bool(self._lost)
+
     def is_lost(self, worker: int) -> bool:
         return worker in self._lost
 

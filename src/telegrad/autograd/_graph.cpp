@@ -5,6 +5,7 @@
  *   walk            what sources reach, as `plan.form_groups` finds it
  *   run             one call of the engine, from sources all of which are resolved
  *   settle          what a pass found for leaves, if nothing but the gradients has to be looked at
+ *   write, read     the message with the gradient of one tensor, as `messages` has it
  *
  * Each does what the Python beside it does, which is used where this file was not built. What is
  * rare is left to that: hooks on leaves, gradients that are shared, graphs that are retained. The
@@ -417,13 +418,32 @@ run_engine(const edge_list &roots, const variable_list &gradients, bool retain, 
     return Engine::get_default_engine().execute(roots, gradients, retain, create, false, ends);
 }
 
-/* Add the edges into these nodes: the keys of a dictionary, or the items of a list. */
-void
+/* Add the edges into these nodes: the keys of a dictionary, or the items of a list. Whether none of
+ * them is a leaf with hooks; what Python has removed counts. */
+bool
 add_ends(PyObject *nodes, edge_list &ends)
 {
     THPObjectPtr all(owned(PySequence_Tuple(nodes)));
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all.get()); i++)
-        ends.emplace_back(node_of(PyTuple_GET_ITEM(all.get(), i)), 0);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all.get()); i++) {
+        const NodePtr &node = node_of(PyTuple_GET_ITEM(all.get(), i));
+        if (is_leaf(*node) && !node->tensor_pre_hooks().empty())
+            return false;
+        ends.emplace_back(node, 0);
+    }
+    return true;
+}
+
+/* The tensors between two places, as a list; None for those that are not there. */
+PyObject *
+listed(variable_list &tensors, size_t begin, size_t end)
+{
+    THPObjectPtr list(owned(PyList_New((Py_ssize_t)(end - begin))));
+    for (size_t i = begin; i < end; i++) {
+        PyObject *each = tensors.empty() ? Py_NewRef(Py_None)
+                                         : owned(THPVariable_Wrap(std::move(tensors[i])));
+        PyList_SET_ITEM(list.get(), (Py_ssize_t)(i - begin), each);
+    }
+    return list.release();
 }
 
 PyObject *
@@ -432,8 +452,12 @@ run(PyObject *, PyObject *const *args, Py_ssize_t count)
     HANDLE_TH_ERRORS
     count_arguments(count, 5, "weighted, leaves, recvs, retain_graph, create_graph");
     bool retain = args[3] == Py_True, create = args[4] == Py_True;
-    THPObjectPtr weighted(owned(PySequence_Tuple(args[0]))), sums(owned(PyList_New(0)));
     edge_list roots, ends;
+    if (!add_ends(args[1], ends))
+        Py_RETURN_NONE;
+    size_t leaves = ends.size();
+    add_ends(args[2], ends);
+    THPObjectPtr weighted(owned(PySequence_Tuple(args[0]))), sums(owned(PyList_New(0)));
     variable_list flowing;
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(weighted.get()); k++) {
         PyObject *start, *given;
@@ -444,10 +468,10 @@ run(PyObject *, PyObject *const *args, Py_ssize_t count)
         TORCH_CHECK_VALUE((size_t)PyTuple_GET_SIZE(gradients.get()) == edges.size(),
                           "there are not as many gradients as edges");
         for (size_t i = 0; i < edges.size(); i++) {
-            PyObject *gradient = PyTuple_GET_ITEM(gradients.get(), i);
+            PyObject *gradient = PyTuple_GET_ITEM(gradients.get(), (Py_ssize_t)i);
             if (gradient == Py_None || !edges[i].is_valid())
                 continue;
-            if (is_leaf(*edges[i].function) && edges[i].function->tensor_pre_hooks().empty()) {
+            if (is_leaf(*edges[i].function)) {
                 THPObjectPtr leaf(wrapped(edges[i].function));
                 THPObjectPtr pair(owned(PyTuple_Pack(2, leaf.get(), gradient)));
                 if (PyList_Append(sums.get(), pair.get()) < 0)
@@ -459,20 +483,12 @@ run(PyObject *, PyObject *const *args, Py_ssize_t count)
             }
         }
     }
-    THPObjectPtr results(owned(PyList_New(0)));
-    if (!roots.empty()) {
-        add_ends(args[1], ends);
-        add_ends(args[2], ends);
-    }
-    if (!ends.empty()) {
-        variable_list captured = run_engine(roots, flowing, retain, create, ends);
-        for (Variable &each : captured) {
-            THPObjectPtr gradient(owned(THPVariable_Wrap(std::move(each))));
-            if (PyList_Append(results.get(), gradient.get()) < 0)
-                return nullptr;
-        }
-    }
-    return PyTuple_Pack(2, results.get(), sums.get());
+    variable_list captured;
+    if (!roots.empty() && !ends.empty())
+        captured = run_engine(roots, flowing, retain, create, ends);
+    THPObjectPtr of_leaves(listed(captured, 0, leaves));
+    THPObjectPtr of_recvs(listed(captured, leaves, ends.size()));
+    return PyTuple_Pack(3, of_leaves.get(), of_recvs.get(), sums.get());
     END_HANDLE_TH_ERRORS
 }
 
@@ -518,6 +534,130 @@ settle(PyObject *, PyObject *const *args, Py_ssize_t count)
     END_HANDLE_TH_ERRORS
 }
 
+/* ---- Messages ---- */
+
+/* Of Python, found by `found_in_messages`. */
+PyObject *parcel_type, *gradient_type, *topic, *known_options, *no_history, *read_followed;
+PyObject *str_bits, *str_sequel_bytes;
+
+enum { GRADIENT = 1, CREATES = 2, KNOWN = 7, ENGAGES = 8, ACKNOWLEDGES = 16, FOLLOWED = 32 };
+enum { HEAD = 42, MOST_COMPACTED = 4096 };
+
+struct [[gnu::packed]] Head {
+    uint8_t kind, bits;
+    uint32_t count, width;
+    uint64_t context, pass, over, message;
+};
+static_assert(sizeof(Head) == HEAD);
+
+/* A named tuple, without the Python function that it has for being made. */
+PyObject *
+named_tuple(PyObject *type, std::initializer_list<PyObject *> fields)
+{
+    auto *made = (PyTypeObject *)type;
+    PyObject *tuple = owned(made->tp_alloc(made, (Py_ssize_t)fields.size()));
+    Py_ssize_t at = 0;
+    for (PyObject *field : fields)
+        PyTuple_SET_ITEM(tuple, at++, Py_NewRef(field));
+    return tuple;
+}
+
+PyObject *
+write(PyObject *, PyObject *const *args, Py_ssize_t count)
+{
+    HANDLE_TH_ERRORS
+    count_arguments(count, 3, "context, pass, gradient");
+    PyObject *message = args[2];
+    TORCH_CHECK_TYPE(Py_IS_TYPE(message, (PyTypeObject *)gradient_type), "that is not a gradient");
+    PyObject *options = PyTuple_GET_ITEM(message, 0), *history = PyTuple_GET_ITEM(message, 1);
+    PyObject *failed = PyTuple_GET_ITEM(history, 1);
+    THPObjectPtr gradients(owned(PySequence_Tuple(PyTuple_GET_ITEM(message, 4))));
+    if (PyTuple_GET_SIZE(failed) || PyTuple_GET_SIZE(gradients.get()) != 1 ||
+        !THPVariable_Check(PyTuple_GET_ITEM(gradients.get(), 0)))
+        Py_RETURN_NONE;
+    THPObjectPtr bits(owned(PyObject_GetAttr(options, str_bits)));
+    THPObjectPtr sequel(owned(PyObject_GetAttr(options, str_sequel_bytes)));
+    Head head = {GRADIENT, (uint8_t)as_number(bits.get()), 0, 1, as_number(args[0]),
+                 as_number(args[1]), as_number(PyTuple_GET_ITEM(history, 0)),
+                 as_number(PyTuple_GET_ITEM(message, 3))};
+    bool creates = head.bits & CREATES;
+    if (PyTuple_GET_ITEM(message, 2) == Py_True)
+        head.bits |= ENGAGES;
+    if (PyTuple_GET_ITEM(message, 5) == Py_True)
+        head.bits |= ACKNOWLEDGES;
+    TORCH_CHECK_TYPE(PyBytes_CheckExact(sequel.get()), "a sequel is written as bytes");
+    Py_ssize_t more = PyBytes_GET_SIZE(sequel.get());
+    THPObjectPtr data(owned(PyBytes_FromStringAndSize(nullptr, HEAD + more)));
+    memcpy(PyBytes_AS_STRING(data.get()), &head, HEAD);
+    memcpy(PyBytes_AS_STRING(data.get()) + HEAD, PyBytes_AS_STRING(sequel.get()), (size_t)more);
+    const Variable &gradient = THPVariable_Unpack(PyTuple_GET_ITEM(gradients.get(), 0));
+    if (!creates && is_plain(gradient) && !gradient.is_contiguous() &&
+        gradient.numel() <= MOST_COMPACTED)
+        gradients = owned(PyTuple_Pack(1, THPObjectPtr(THPVariable_Wrap(gradient.contiguous())).get()));
+    return named_tuple(parcel_type, {topic, data.get(), gradients.get()});
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject *
+read(PyObject *, PyObject *const *args, Py_ssize_t count)
+{
+    HANDLE_TH_ERRORS
+    count_arguments(count, 1, "parcel");
+    PyObject *parcel = args[0];
+    if (!Py_IS_TYPE(parcel, (PyTypeObject *)parcel_type))
+        Py_RETURN_NONE;
+    PyObject *data = PyTuple_GET_ITEM(parcel, 1), *gradients = PyTuple_GET_ITEM(parcel, 2);
+    if (!PyBytes_CheckExact(data) || PyBytes_GET_SIZE(data) < HEAD || PyObject_Size(gradients) != 1)
+        Py_RETURN_NONE;
+    Head head;
+    memcpy(&head, PyBytes_AS_STRING(data), HEAD);
+    if (head.kind != GRADIENT || head.count || head.over || head.width != 1)
+        Py_RETURN_NONE;
+    THPObjectPtr options, followed;
+    if (head.bits & FOLLOWED) {
+        followed = PyObject_CallFunction(read_followed, "iO", (int)head.bits, data);
+        if (!followed) {
+            if (!PyErr_ExceptionMatches(PyExc_Exception))
+                return nullptr;
+            /* The long way says what is wrong with it. */
+            PyErr_Clear();
+            Py_RETURN_NONE;
+        }
+        TORCH_CHECK_TYPE(PyTuple_CheckExact(followed.get()), "options come with their end");
+        options = Py_NewRef(PyTuple_GET_ITEM(followed.get(), 0));
+        if (as_number(PyTuple_GET_ITEM(followed.get(), 1)) != (uint64_t)PyBytes_GET_SIZE(data))
+            Py_RETURN_NONE;
+    }
+    else if (PyBytes_GET_SIZE(data) != HEAD)
+        Py_RETURN_NONE;
+    else
+        options = Py_NewRef(PyTuple_GET_ITEM(known_options, head.bits & KNOWN));
+    THPObjectPtr number(owned(PyLong_FromUnsignedLongLong(head.message)));
+    THPObjectPtr message(named_tuple(
+        gradient_type, {options.get(), no_history, head.bits & ENGAGES ? Py_True : Py_False,
+                        number.get(), gradients, head.bits & ACKNOWLEDGES ? Py_True : Py_False}));
+    return Py_BuildValue("KKO", head.context, head.pass, message.get());
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject *
+found_in_messages(PyObject *, PyObject *args)
+{
+    PyObject *found[6];
+    if (!PyArg_ParseTuple(args, "OOOO!OO", &found[0], &found[1], &found[2], &PyTuple_Type, &found[3],
+                          &found[4], &found[5]))
+        return nullptr;
+    if (PyTuple_GET_SIZE(found[3]) != KNOWN + 1) {
+        PyErr_SetString(PyExc_ValueError, "there are eight kinds of options");
+        return nullptr;
+    }
+    PyObject **places[6] = {&parcel_type,   &gradient_type, &topic,
+                            &known_options, &no_history,    &read_followed};
+    for (int i = 0; i < 6; i++)
+        Py_XSETREF(*places[i], Py_NewRef(found[i]));
+    Py_RETURN_NONE;
+}
+
 /* ---- The module ---- */
 
 PyObject *
@@ -559,9 +699,16 @@ PyMethodDef methods[] = {
     {"walk", fast<walk>(), METH_FASTCALL,
      "walk(starts): leaves and recvs of each, what a later one met, the number of nodes"},
     {"run", fast<run>(), METH_FASTCALL,
-     "run(weighted, leaves, recvs, retain, create): what flowed to these, and straight to leaves"},
+     "run(weighted, leaves, recvs, retain, create): what flowed to leaves, to recvs and straight to "
+     "leaves; None if a leaf has hooks"},
     {"settle", fast<settle>(), METH_FASTCALL,
      "settle(gradients by node): leaves with their gradients, or None"},
+    {"write", fast<write>(), METH_FASTCALL,
+     "write(context, pass, gradient): the parcel, or None if it is not of the usual form"},
+    {"read", fast<read>(), METH_FASTCALL,
+     "read(parcel): context, pass and gradient, or None if it is not of the usual form"},
+    {"found_in_messages", found_in_messages, METH_VARARGS,
+     "found_in_messages(parcel_type, gradient_type, topic, options, no_history, read_followed)"},
     {"found_in_python", found_in_python, METH_VARARGS,
      "found_in_python(take, fire, anchor, put_away, bring_back): what is called from here"},
     {"set_names", set_names, METH_VARARGS, "set_names(send, recv): what nodes say they are"},
@@ -588,7 +735,9 @@ execute(PyObject *module)
     PyObject *torch = PyImport_ImportModule("torch");
     size_type = torch ? PyObject_GetAttrString(torch, "Size") : nullptr;
     Py_XDECREF(torch);
-    if (size_type == nullptr)
+    str_bits = PyUnicode_InternFromString("bits");
+    str_sequel_bytes = PyUnicode_InternFromString("sequel_bytes");
+    if (size_type == nullptr || str_bits == nullptr || str_sequel_bytes == nullptr)
         return -1;
     RecvType.tp_richcompare = compare_recvs;
     RecvType.tp_hash = (hashfunc)_Py_HashPointer;

@@ -87,6 +87,7 @@ class Context:
         "__weakref__",
         "_gradients",
         "_ledger",
+        "_partners",
         "_uncommitted",
         "brought_by",
         "enclosures",
@@ -113,6 +114,7 @@ class Context:
         self.recvs: dict[int, RecvRecord] = {}
         self.enclosures: list[Enclosure] = []
         self.known_workers: set[int] = set()
+        self._partners: frozenset[int] = frozenset()
         self.passes = Passes()
         self.participants: dict[int, Participant] = {}
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
@@ -132,12 +134,9 @@ class Context:
         """Note that messages of this context pass between `worker` and here."""
         self.known_workers.add(worker)
 
-    def partners(self) -> set[int]:
+    def partners(self) -> frozenset[int]:
         """The workers with which tensors that need gradient were exchanged."""
-        with self.lock:
-            partners = {record.peer for record in self.sends.values()}
-            partners.update(record.peer for record in self.recvs.values())
-        return partners
+        return self._partners
 
     def add_send(self, record: SendRecord | EnclosedSend) -> tuple[int, ...]:
         """Record a send to a worker that is known; tells which passes had begun here, and so do
@@ -147,6 +146,8 @@ class Context:
                 if self._ledger is not None:
                     self._ledger.charge(record.peer)
                 self.sends[record.message] = record
+                if record.peer not in self._partners:
+                    self._partners |= {record.peer}
             return self.passes.known()
 
     def take_back(self, message: int, peer: int) -> bool:
@@ -157,6 +158,8 @@ class Context:
             if record is None or record.peer != peer:
                 return False
             del self.sends[message]
+            left = (*self.sends.values(), *self.recvs.values())
+            self._partners = frozenset(each.peer for each in left)
             if self._ledger is not None:
                 self._ledger.credit(peer)
             return True
@@ -169,16 +172,19 @@ class Context:
                 if self._ledger is not None and record.message not in self.recvs:
                     self._ledger.charge(record.peer)
                 self.recvs[record.message] = record
+                if record.peer not in self._partners:
+                    self._partners |= {record.peer}
             begun = self.passes.begun
             return [p for p in begun if p not in set(begun_at_sender)] if begun else []
 
     def snapshot(
         self, pass_id: int
-    ) -> tuple[Sequence[SendRecord | EnclosedSend], dict[int, RecvRecord]]:
-        """Begin a pass here: all that is recorded until now takes part in it."""
+    ) -> tuple[Sequence[SendRecord | EnclosedSend], dict[int, RecvRecord], frozenset[int]]:
+        """Begin a pass here: all that is recorded until now takes part in it. Sends, recvs, and
+        the workers with which they were exchanged."""
         with self.lock:
             self.passes.begin(pass_id)
-            return (*self.sends.values(),), self.recvs.copy()
+            return (*self.sends.values(),), self.recvs.copy(), self._partners
 
     def keep(self, pass_id: int, gradients: Gradients) -> None:
         """Hold what a pass found here; it counts unless the pass fails elsewhere."""
@@ -247,6 +253,8 @@ class Context:
     def let_go(self) -> None:
         """Drop all that the context holds, at once and not when the last reference dies."""
         with self.lock:
+            if self.released and not self._uncommitted:
+                return  # Nothing but what a pass found is kept by one that is released.
             self.released = True
             if self._ledger is not None:
                 self._credit_all(self._ledger)

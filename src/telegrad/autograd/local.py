@@ -316,6 +316,8 @@ class Run:
         )
 
     def _run(self, group: Group) -> None:
+        if group.stages is None and self.brief and self._run_at_once(group):
+            return
         self._current = group
         hooked = torch_private.hooked_leaves(group.leaves)
         held = self._held_leaves(hooked) if hooked else set()
@@ -326,33 +328,37 @@ class Run:
         else:
             self._run_staged(group, group.stages, held)
 
+    def _run_at_once(self, group: Group) -> bool:
+        """The most common case: all is there, there is little of it, and nothing hangs on it that
+        has to be called. False: it is another case, and nothing was done."""
+        if torch_private.node_hooks.ever:
+            return False
+        weighted = [
+            (source.start, source.gradients)
+            for source in group.sources
+            if source.state is State.GRADIENT
+        ]
+        leaves, recvs = group.leaves, group.recvs
+        found = self._in_engine(run_at_once, weighted, leaves, recvs)
+        if found is None:
+            return False
+        flowed, to_recvs, sums = found
+        # Others wait for these.
+        for recv, gradient in zip(recvs, to_recvs, strict=True):
+            self.fire(recv.message, recv.index, gradient)
+        self.gradients.add_each(leaves, flowed, self._create)
+        if sums:
+            self.gradients.add(sums, self._create)
+        group.done = True
+        self._open -= 1
+        return True
+
     def _held_leaves(self, hooked: list[Any]) -> set[Any]:
         """Leaves whose hooks run when the sum is accumulated for real, and must not run before."""
         return set(accumulating_for_real(hooked))
 
     def _run_whole(self, group: Group, hooked: list[Any]) -> None:
-        """The common case: all is there, nothing was cut."""
-        if not self.brief or torch_private.node_hooks.ever:
-            self._run_past_recvs(group, hooked)
-        else:
-            weighted = [
-                (source.start, source.gradients)
-                for source in group.sources
-                if source.state is State.GRADIENT
-            ]
-            flowed, sums = self._in_engine(run_whole, weighted, group.leaves, group.recvs)
-            # Others wait for these.
-            count = len(group.leaves)
-            for recv, gradient in zip(group.recvs, flowed[count:], strict=False):
-                if gradient is not None:
-                    self.fire(recv.message, recv.index, gradient)
-            self.gradients.add_each(group.leaves, flowed, self._create)
-            if sums:
-                self.gradients.add(sums, self._create)
-        self._finish(group)
-
-    def _run_past_recvs(self, group: Group, hooked: list[Any]) -> None:
-        """Where gradients leave from inside the engine, or the nodes of recvs may have hooks."""
+        """All is there, nothing was cut. Gradients leave from inside the engine."""
         edges: list[Edge] = []
         gradients: list[Tensor] = []
         sums: list[tuple[Any, Tensor]] = []
@@ -369,6 +375,7 @@ class Run:
             self.gradients.add_each(leaves, results, self._create)
         if sums:
             self.gradients.add(sums, self._create)
+        self._finish(group)
 
     def _run_staged(self, group: Group, stages: Stages, held: set[Any]) -> None:
         for source in group.sources:
@@ -521,36 +528,39 @@ class Run:
         group.stages = None
 
 
-def run_whole(
+def run_at_once(
     weighted: Sequence[tuple[Any, Sequence[Tensor | None]]],
     leaves: Collection[Any],
     recvs: Collection[Any],
     retain_graph: bool,
     create_graph: bool,
-) -> tuple[Sequence[Tensor | None], list[tuple[Any, Tensor]]]:
-    """Have the engine give what flows from these starts to the leaves and to the recvs, instead of
-    running those: hooks on the nodes of recvs would not run. And what goes straight into leaves."""
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None], list[tuple[Any, Tensor]]] | None:
+    """What flows from these starts to the leaves, what flows to the recvs, whose nodes are not run
+    (hooks on them would not be called), and what goes straight into leaves. None: a leaf has hooks,
+    and nothing was run."""
+    if torch_private.hooked_leaves(leaves):
+        return None
     edges: list[Edge] = []
     flowing: list[Tensor] = []
     sums: list[tuple[Any, Tensor]] = []
     for start, gradients in weighted:
         for edge, gradient in zip(edges_of(start), gradients, strict=True):
-            node = edge[0]
-            if gradient is None or node is None:
+            if gradient is None or edge[0] is None:
                 continue
-            if type(node) is LeafNode and not torch_private.tensor_hooks(node.variable):
-                sums.append((node, gradient))
+            if type(edge[0]) is LeafNode:
+                sums.append((edge[0], gradient))
             else:
                 edges.append(edge)
                 flowing.append(gradient)
-    ends = [*leaves, *recvs] if edges else []
-    if not ends:
-        return (), sums
-    return torch_private.run_engine(edges, flowing, ends, (), retain_graph, create_graph), sums
+    ends = [*leaves, *recvs]
+    if not (edges and ends):
+        return (None,) * len(leaves), (None,) * len(recvs), sums
+    results = torch_private.run_engine(edges, flowing, ends, (), retain_graph, create_graph)
+    return results[: len(leaves)], results[len(leaves) :], sums
 
 
 if compiled is not None:
-    run_whole = compiled.run
+    run_at_once = compiled.run
 
 
 def _explain_reentrant_checkpoint(error: RuntimeError) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, strided
 
 from telegrad.autograd.errors import AutogradError
+from telegrad.autograd.nodes import compiled
 from telegrad.rpc.errors import WorkerLost, in_few_words
 from telegrad.rpc.failures import traceback_of, words_of
 from telegrad.wire.parcel import Parcel
@@ -48,12 +49,17 @@ class Options:
     mode: Mode = Mode.SMART
     sequel: Sequel | None = None
     bits: int = field(init=False, repr=False, compare=False)
+    sequel_bytes: bytes = field(init=False, repr=False, compare=False)
+    """What a message says of the sequel. Every gradient of the pass does."""
 
     def __post_init__(self) -> None:
         bits = self.retain_graph | self.create_graph << 1 | (self.mode is Mode.FAST) << 2
+        said = b""
         if self.sequel is not None:
             bits |= _FOLLOWED
+            said = _SEQUEL.pack(self.sequel.key, len(self.sequel.data)) + self.sequel.data
         object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "sequel_bytes", said)
 
     @classmethod
     def of(cls, retain_graph: object, create_graph: object, mode: Mode) -> Options:
@@ -62,6 +68,8 @@ class Options:
 
 
 _FOLLOWED = 32
+_SEQUEL = Struct("<QI")
+"""The key, and how many bytes of data follow."""
 _OPTIONS = tuple(
     Options(bool(bits & 1), bool(bits & 2), Mode.FAST if bits & 4 else Mode.SMART)
     for bits in range(8)
@@ -149,8 +157,6 @@ TOPIC = "autograd.pass"
 _BEGIN, _GRADIENT, _ABSENT, _ACK, _FAIL = range(5)
 _ENGAGES, _ACKNOWLEDGES = 8, 16
 _HEAD = Struct("<BBIIQQQQ")
-_SEQUEL = Struct("<QI")
-"""The key, and how many bytes of data follow."""
 MOST_OF_A_SEQUEL = 1 << 14
 """Bytes of its data. Every gradient of the pass has them along, and all participants keep them."""
 _NONE = 0xFFFFFFFF
@@ -168,6 +174,10 @@ def _compact(gradient: Tensor) -> Tensor:
 def encode(context_id: int, pass_id: int, message: Message) -> Parcel:
     if type(message) is not Gradient:
         return _encode_other(context_id, pass_id, message)
+    return write(context_id, pass_id, message) or _encode(context_id, pass_id, message)
+
+
+def _encode(context_id: int, pass_id: int, message: Gradient) -> Parcel:
     options, (over, failed), engages, number, gradients, acknowledges = message
     bits = options.bits
     if engages:
@@ -176,8 +186,7 @@ def encode(context_id: int, pass_id: int, message: Message) -> Parcel:
         bits |= _ACKNOWLEDGES
     count = len(gradients)
     head = _HEAD.pack(_GRADIENT, bits, len(failed), count, context_id, pass_id, over, number)
-    if options.sequel is not None:
-        head += _write_sequel(options.sequel)
+    head += options.sequel_bytes
     if failed:
         head += pack(f"<{len(failed)}Q", *failed)
     only = gradients[0] if count == 1 else None
@@ -200,7 +209,7 @@ def _encode_other(context_id: int, pass_id: int, message: Message) -> Parcel:
         case Begin(options, history):
             kind, over, numbers = _BEGIN, history.over_below, history.failed
             bits = options.bits
-            sequel = _write_sequel(options.sequel)
+            sequel = options.sequel_bytes
         case Absent(messages):
             kind, numbers = _ABSENT, messages
         case Fail(failure):
@@ -214,12 +223,6 @@ def _encode_other(context_id: int, pass_id: int, message: Message) -> Parcel:
             )
     head = _HEAD.pack(kind, bits, len(numbers), 0, context_id, pass_id, over, number)
     return Parcel(TOPIC, head + sequel + pack(f"<{len(numbers)}Q", *numbers) + texts, ())
-
-
-def _write_sequel(sequel: Sequel | None) -> bytes:
-    if sequel is None:
-        return b""
-    return _SEQUEL.pack(sequel.key, len(sequel.data)) + sequel.data
 
 
 def _read_followed(bits: int, data: bytes) -> tuple[Options, int]:
@@ -252,6 +255,10 @@ def _numbered(gradients: Sequence[Tensor | None]) -> tuple[list[int], list[Tenso
 
 def decode(parcel: Any) -> tuple[int, int, Message]:
     """Context id, pass id and message."""
+    return read(parcel) or _decode(parcel)
+
+
+def _decode(parcel: Any) -> tuple[int, int, Message]:
     if type(parcel) is not Parcel:
         raise AutogradError("A message of a pass cannot be read: it is not in the form of one.")
     data = parcel.data
@@ -283,6 +290,22 @@ def decode(parcel: Any) -> tuple[int, int, Message]:
     else:
         raise AutogradError(f"A message of the unknown kind {kind} came for pass {pass_id}.")
     return context_id, pass_id, message
+
+
+def write(context_id: int, pass_id: int, message: Gradient) -> Parcel | None:
+    """The gradient of one tensor, written by compiled code; None where there is none, or if there
+    is more to say."""
+    return None
+
+
+def read(parcel: Any) -> tuple[int, int, Gradient] | None:
+    """As `write`, the other way."""
+    return None
+
+
+if compiled is not None:
+    compiled.found_in_messages(Parcel, Gradient, TOPIC, _OPTIONS, NO_HISTORY, _read_followed)
+    write, read = compiled.write, compiled.read
 
 
 def _placed(parcel: Parcel, width: int, at: int, number: int) -> list[Tensor | None]:

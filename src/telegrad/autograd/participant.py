@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -90,7 +90,7 @@ class Participant:
     _driving = False
     _part: Part | None = None
     _run: Run | None = None
-    _partners: Set[int] = frozenset()
+    _partners: frozenset[int] = frozenset()
     _recvs: Mapping[int, RecvRecord] = MappingProxyType({})
     _early: tuple[tuple[int, Absent], ...] = ()
     _resolved = 0
@@ -392,26 +392,26 @@ class Participant:
         context, worker = self.context, self._worker
         part = self._part = Part(worker, worker_of(self.pass_id), options, history)
         self.active = True
-        sends, self._recvs = context.snapshot(self.pass_id)
-        peers: set[int] = set()
+        sends, self._recvs, self._partners = context.snapshot(self.pass_id)
+        if worker in self._partners:
+            self._partners -= {worker}
         sources = {} if roots is None else {ROOTS: roots}
         for record in sends:
-            peers.add(record.peer)
             sources[record.message] = Source(record.message, record.start, record)
-        for arrived in self._recvs.values():
-            peers.add(arrived.peer)
-        peers.discard(worker)
-        self._partners = peers
         if context.released:
             raise AutogradError(f"Context {context.id} was released during backward.")
-        lost = self._node.lost_workers()
-        if not peers.isdisjoint(lost):
-            gone = min(peers.intersection(lost))
-            raise self._lost_error(gone, lost[gone])
+        if self._node.has_losses:
+            self._check_partners()
         self._run = Run(sources, self._recvs, self, options, context.enclosures)
         if self._early:
             self._resolve_early(part)
         return part
+
+    def _check_partners(self) -> None:
+        lost = self._node.lost_workers()
+        gone = min(self._partners.intersection(lost), default=None)
+        if gone is not None:
+            raise self._lost_error(gone, lost[gone])
 
     def _resolve_early(self, part: Part) -> None:
         """Absences that were told before anything engaged this worker."""

@@ -1,30 +1,35 @@
-/* What the compiled parts share. */
+/* What the compiled modules share: none of them works with another torch than it was compiled for.
+ *
+ * They read torch's objects as torch's headers describe them, and these differ from one version to
+ * the next. Many differences the linker would not find: a field would be read where another one is.
+ * So this is asked first of all, and who is told no goes the long way, in Python.
+ */
 
-#pragma once
+#ifndef TELEGRAD_NATIVE_H
+#define TELEGRAD_NATIVE_H
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #ifndef TELEGRAD_TORCH
-#error "TELEGRAD_TORCH is to be the version of the torch whose headers are used, as text."
+#error "Compile with -DTELEGRAD_TORCH=..., the text of torch.__version__."
 #endif
 
-/* Whether the torch that runs is the one whose headers were used: the fields of its objects lie
- * elsewhere in another. 0 with an ImportError set. */
+/* 1, or 0 with ImportError set. */
 static int
 built_for_this_torch(void)
 {
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
-    PyObject *text = version ? PyObject_Str(version) : NULL;
-    int same = text != NULL && PyUnicode_CompareWithASCIIString(text, TELEGRAD_TORCH) == 0;
-    if (text != NULL && !same)
-        PyErr_Format(PyExc_ImportError,
-                     "It was compiled for torch " TELEGRAD_TORCH
-                     " and not for torch %U, which runs: install telegrad again.",
-                     text);
     Py_XDECREF(torch);
-    Py_XDECREF(version);
-    Py_XDECREF(text);
+    if (version == NULL)
+        return 0;
+    int same = PyUnicode_Check(version) && !PyUnicode_CompareWithASCIIString(version, TELEGRAD_TORCH);
+    if (!same)
+        PyErr_Format(PyExc_ImportError,
+                     "it was compiled for torch %s and this is torch %S; install telegrad again",
+                     TELEGRAD_TORCH, version);
+    Py_DECREF(version);
     return same;
 }
+
+#endif

@@ -386,7 +386,7 @@ def test_a_frame_of_what_is_not_bytes_is_written_all_the_same() -> None:
 ANEW = """
 import importlib, sys
 import telegrad.wire.layouts
-del telegrad.wire.layouts.by_header
+del telegrad.wire.layouts.CASTABLE
 for name in ("quick", "_native"):
     del sys.modules[f"telegrad.wire.{name}"]
     delattr(telegrad.wire, name)

@@ -15,6 +15,7 @@
  * would wait for it for ever), or that a Python object is touched without it.
  */
 
+#define PY_SSIZE_T_CLEAN
 #include "../native.h"
 
 #include <torch/csrc/Dtype.h>

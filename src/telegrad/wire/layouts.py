@@ -48,7 +48,8 @@ _ARRAY_TYPES: dict[torch.dtype, np.dtype[Any]] = {
     getattr(torch, name): np.dtype(name) for name in _ARRAY_NAMES.split()
 }
 # memoryview.cast knows neither half precision nor complex numbers.
-_CASTABLE = frozenset(_ARRAY_TYPES) - {torch.float16, torch.complex64, torch.complex128}
+CASTABLE = frozenset(_ARRAY_TYPES) - {torch.float16, torch.complex64, torch.complex128}
+"""What `_native.cpp` writes and reads, if contiguous and not empty."""
 
 _STRIDED = 0x80
 _BIGGEST = (1 << 63) - 1
@@ -81,19 +82,18 @@ class Layout:
     """Whether most of the extent is not the tensor's, and a compact copy would be as good."""
 
 
-by_tensor: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], Layout] = {}
-by_header: dict[bytes, Layout] = {}
-"""Both are looked at by `_native.c`."""
+_by_tensor: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], Layout] = {}
+_by_header: dict[bytes, Layout] = {}
 
 
 def layout_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Layout:
     """The layout of a strided tensor, or of one of another dtype whose elements lie as its own do;
     ValueError if that dtype cannot travel this way."""
     key = (dtype or tensor.dtype, tensor.shape, tensor.stride())
-    layout = by_tensor.get(key)
+    layout = _by_tensor.get(key)
     if layout is None:
         layout = _worked_out(key[0], tuple(key[1]), key[2])
-        _remember(by_tensor, key, layout)
+        _remember(_by_tensor, key, layout)
     return layout
 
 
@@ -111,10 +111,10 @@ def read_layout(reader: Reader, max_dims: int) -> Layout:
     dims = data[start + 1]
     end = start + 2 + (8 * dims if dims < _STRIDED else 16 * (dims - _STRIDED))
     header = data[start:end]
-    layout = by_header.get(header)
+    layout = _by_header.get(header)
     if layout is None:
         layout = _parsed(reader.take(end - start), dims % _STRIDED, dims >= _STRIDED)
-        _remember(by_header, header, layout)
+        _remember(_by_header, header, layout)
     if dims % _STRIDED > max_dims:
         raise CodecError(f"a tensor of {dims % _STRIDED} dimensions passes the limit of {max_dims}")
     reader.position = end
@@ -155,7 +155,7 @@ def _worked_out(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, 
         shape=shape,
         strides=strides,
         array_type=_ARRAY_TYPES.get(dtype),
-        castable=contiguous and count > 0 and dtype in _CASTABLE,
+        castable=contiguous and count > 0 and dtype in CASTABLE,
         contiguous=contiguous,
         nbytes=count * item,
         distinct=distinct,

@@ -1,4 +1,4 @@
-"""The short cuts of `_native.c`, where that was built; else the long way for everything.
+"""The short cuts of `_native.cpp`, where that was built; else the long way for everything.
 
 They take the messages that nearly all traffic consists of. Their bytes are those that the codec and
 `frames` would write and accept, so workers with and without them understand each other.

@@ -1,7 +1,8 @@
 /* Short cuts for the messages that nearly all traffic consists of, in the form of all others.
  *
  * Half of the instructions that the interpreter ran for a small message were those of its codec and
- * of its frame: a few bytes moved by hundreds of steps. Here they are moved by C.
+ * of its frame: a few bytes moved by hundreds of steps. Here they are moved by C++. What a tensor is
+ * stands in torch's own objects, so nothing is asked by way of Python's attributes.
  *
  *   pack, unpack    a call of a function with a few tensors, a tensor, None, and a parcel with a
  *                   few tensors: the bytes that `encode` and `tensors` would write
@@ -16,37 +17,109 @@
  *
  * What must never happen: that a byte is read outside of the message or of a tensor's storage. All
  * numbers that a message holds are compared with what is left of it before they are used. And what
- * is called here may run any code, which may change every list that others know of: what is walked
- * through is a tuple, or a list that nobody else has.
+ * is called here may run any code, which may change every list and every tensor that others know
+ * of: what is walked through is a tuple, or a list that nobody else has, and what was found out
+ * about a tensor is used, or written down, before anything is called. No exception of torch's leaves
+ * this file: where one may be thrown it is caught, and Python is told or the long way taken.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
-#include <stdint.h>
-#include <string.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
+#include <c10/core/Storage.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "../native.h"
 
 #if PY_BIG_ENDIAN
 #error "Numbers on the wire are little-endian, and are moved here as they lie."
 #endif
 
-enum { FEW = 4, SHORT = 255, SMALL = 1 << 13, STRIDED = 0x80, REQUIRES_GRAD = 1 };
+enum { FEW = 4, SHORT = 255, SMALL = 1 << 13, REQUIRES_GRAD = 1 };
 enum { TAG_NONE = 0, TAG_TUPLE = 13, TAG_DICT = 17, TAG_TENSOR = 29, TAG_NAMED = 30, TAG_PARCEL = 39 };
 enum { HEADER = 52, ROW = 16, FIRST_KIND = 1, HOUSEKEEPING = 5, LAST_KIND = 6 };
+/* Numpy, by which the long way goes, ended here once. */
+enum { MOST_DIMS = 32 };
 #define INLINE UINT64_MAX
 
 /* Of other modules, found when this one is imported. */
-static PyObject *tensor_type, *parcel_type, *packed_type, *frame_type, *strided, *by_tensor, *by_header;
-static PyObject *name_of, *object_named, *in_dual_level, *is_zero_tensor, *from_numpy, *array_type_of;
-static PyObject *not_quick, *zero;
+static PyObject *tensor_type, *parcel_type, *packed_type, *frame_type, *forward_ad;
+static PyObject *name_of, *object_named, *not_quick, *zero;
 
 #define NAMES(X) \
-    X(layout) X(is_cpu) X(dtype) X(shape) X(stride) X(is_neg) X(storage_offset) X(itemsize) \
-    X(untyped_storage) X(nbytes) X(data_ptr) X(requires_grad) X(requires_grad_) X(detach) X(numpy) \
-    X(data) X(cast) X(castable) X(extent) X(header) X(array_type) X(is_floating_point) X(tensors) \
-    X(dims) X(items) X(depth) X(__self__) X(B) X(acquire) X(release) X(append) X(popleft)
+    X(detach) X(numpy) X(data) X(cast) X(_current_level) X(tensors) X(dims) X(items) X(depth) \
+    X(__self__) X(B) X(acquire) X(release) X(append) X(popleft)
 #define DECLARE(name) static PyObject *str_##name;
 NAMES(DECLARE)
+
+/* A reference that is given back at the end of its block. */
+class Ref {
+  public:
+    Ref() = default;
+    explicit Ref(PyObject *owned) : object_(owned) {}
+    Ref(Ref &&other) noexcept : object_(other.release()) {}
+    Ref(const Ref &) = delete;
+    Ref &operator=(const Ref &) = delete;
+    Ref &
+    operator=(Ref &&other) noexcept
+    {
+        PyObject *old = std::exchange(object_, other.release());
+        Py_XDECREF(old);
+        return *this;
+    }
+    ~Ref() { Py_XDECREF(object_); }
+
+    static Ref to(PyObject *borrowed) { return Ref(Py_XNewRef(borrowed)); }
+    PyObject *get() const { return object_; }
+    PyObject *release() { return std::exchange(object_, nullptr); }
+    explicit operator bool() const { return object_ != nullptr; }
+
+  private:
+    PyObject *object_ = nullptr;
+};
+
+/* Bytes of others, which stay where they are until the end of the block. */
+class View {
+  public:
+    View() = default;
+    View(const View &) = delete;
+    View &operator=(const View &) = delete;
+    ~View()
+    {
+        if (held_)
+            PyBuffer_Release(&buffer_);
+    }
+
+    /* False with an error set. */
+    bool
+    hold(PyObject *object, int flags)
+    {
+        held_ = PyObject_GetBuffer(object, &buffer_, flags) == 0;
+        return held_;
+    }
+    char *start() const { return static_cast<char *>(buffer_.buf); }
+    Py_ssize_t size() const { return buffer_.len; }
+
+  private:
+    Py_buffer buffer_;
+    bool held_ = false;
+};
 
 /* Whether what was got or answered is true; -1 with an error set. Takes the reference. */
 static int
@@ -59,46 +132,6 @@ is_true(PyObject *answer)
     return truth;
 }
 
-static int
-flag(PyObject *object, PyObject *name)
-{
-    return is_true(PyObject_GetAttr(object, name));
-}
-
-/* Numbers are taken from attributes and from methods; -1 with an error set. */
-static Py_ssize_t
-as_size(PyObject *number)
-{
-    if (number == NULL)
-        return -1;
-    Py_ssize_t size = PyLong_AsSsize_t(number);
-    Py_DECREF(number);
-    return size;
-}
-
-static Py_ssize_t
-number(PyObject *object, PyObject *name)
-{
-    return as_size(PyObject_GetAttr(object, name));
-}
-
-static Py_ssize_t
-asked(PyObject *object, PyObject *method)
-{
-    return as_size(PyObject_CallMethodNoArgs(object, method));
-}
-
-static uintptr_t
-address_of(PyObject *object)
-{
-    PyObject *found = PyObject_CallMethodNoArgs(object, str_data_ptr);
-    if (found == NULL)
-        return 0;
-    uintptr_t address = (uintptr_t)PyLong_AsUnsignedLongLong(found);
-    Py_DECREF(found);
-    return PyErr_Occurred() ? 0 : address;
-}
-
 /* A named tuple, without the Python function that it has for being made. Takes the references. */
 static PyObject *
 named_tuple(PyObject *type, Py_ssize_t count, PyObject **fields)
@@ -106,134 +139,192 @@ named_tuple(PyObject *type, Py_ssize_t count, PyObject **fields)
     PyTypeObject *made = (PyTypeObject *)type;
     PyObject *tuple = NULL;
     Py_ssize_t at = 0;
+    int whole = 1;
     for (Py_ssize_t i = 0; i < count; i++)
-        if (fields[i] == NULL)
-            goto done;
-    tuple = made->tp_alloc(made, count);
+        whole = whole && fields[i] != NULL;
+    if (whole)
+        tuple = made->tp_alloc(made, count);
     if (tuple != NULL)
         for (; at < count; at++)
             PyTuple_SET_ITEM(tuple, at, fields[at]);
-done:
     for (; at < count; at++)
         Py_XDECREF(fields[at]);
     return tuple;
 }
 
-/* ---- Packing ---- */
+/* ---- Tensors ---- */
 
-/* What is told of one tensor. All but `storage` and `requires_grad` are owned. */
-typedef struct {
-    PyObject *header;
-    PyObject *buffer;
-    uintptr_t storage;
+/* The number on the wire of the dtypes whose tensors may be whole records (`layouts.CASTABLE`), and
+ * the way back; -1 and Undefined for all others. */
+static int code_of[static_cast<int>(at::ScalarType::NumOptions)];
+static at::ScalarType type_of[256];
+
+/* Of dense tensors on the CPU, with autograd and, if made in inference mode, without. What is
+ * anything else besides has more of them: a transform's, a lazy negative, a zero without memory, a
+ * sparse, nested or functional one. */
+static c10::DispatchKeySet plain_keys, inference_keys;
+static constexpr c10::DispatchKeySet dense_key(c10::DispatchKey::CPU);
+
+/* What is told of one tensor. */
+struct Sent {
+    Ref buffer;
+    const void *storage;
     char requires_grad;
-} Sent;
-
-/* The layout of a tensor if one like it was seen before: borrowed, NULL without an error if not. */
-static PyObject *
-known_layout(PyObject *tensor)
-{
-    PyObject *dtype = PyObject_GetAttr(tensor, str_dtype);
-    PyObject *shape = dtype ? PyObject_GetAttr(tensor, str_shape) : NULL;
-    PyObject *stride = shape ? PyObject_CallMethodNoArgs(tensor, str_stride) : NULL;
-    PyObject *key = stride ? PyTuple_Pack(3, dtype, shape, stride) : NULL;
-    PyObject *layout = key ? PyDict_GetItemWithError(by_tensor, key) : NULL;
-    Py_XDECREF(dtype);
-    Py_XDECREF(shape);
-    Py_XDECREF(stride);
-    Py_XDECREF(key);
-    return layout;
-}
+    Py_ssize_t length;
+    char header[2 + 8 * MOST_DIMS];
+};
 
 /* The memory of a tensor of some size, as the program sees it, so that it is sent without a copy. */
-static PyObject *
+static Ref
 view_of(PyObject *tensor, int requires_grad)
 {
-    PyObject *plain = requires_grad ? PyObject_CallMethodNoArgs(tensor, str_detach) : Py_NewRef(tensor);
-    PyObject *array = plain ? PyObject_CallMethodNoArgs(plain, str_numpy) : NULL;
-    PyObject *data = array ? PyObject_GetAttr(array, str_data) : NULL;
-    PyObject *view = data ? PyObject_CallMethodOneArg(data, str_cast, str_B) : NULL;
-    Py_XDECREF(plain);
-    Py_XDECREF(array);
-    Py_XDECREF(data);
-    return view;
+    Ref plain(requires_grad ? PyObject_CallMethodNoArgs(tensor, str_detach) : Py_NewRef(tensor));
+    Ref array(plain ? PyObject_CallMethodNoArgs(plain.get(), str_numpy) : NULL);
+    Ref data(array ? PyObject_GetAttr(array.get(), str_data) : NULL);
+    return Ref(data ? PyObject_CallMethodOneArg(data.get(), str_cast, str_B) : NULL);
 }
 
-static PyObject *
-copy_of(uintptr_t address, Py_ssize_t nbytes)
+static Ref
+copy_of(const char *address, Py_ssize_t nbytes)
 {
-    PyObject *copy = PyBytes_FromStringAndSize((const char *)address, nbytes);
-    PyObject *view = copy ? PyMemoryView_FromObject(copy) : NULL;
-    Py_XDECREF(copy);
-    return view;
+    Ref copy(PyBytes_FromStringAndSize(address, nbytes));
+    return Ref(copy ? PyMemoryView_FromObject(copy.get()) : NULL);
+}
+
+/* The bytes of its elements, if the tensor is contiguous as `layouts` has it (dimensions of one
+ * element as well) and not empty, and its storage holds it; else -1. Writes its layout to `sent`.
+ * May throw. */
+static int64_t
+laid_out(const c10::TensorImpl &tensor, Sent *sent)
+{
+    int code = code_of[static_cast<int>(c10::typeMetaToScalarType(tensor.dtype()))];
+    c10::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+    if (code < 0 || sizes.size() > MOST_DIMS || !tensor.has_storage())
+        return -1;
+    int64_t count = 1, nbytes, end, item = static_cast<int64_t>(tensor.itemsize());
+    for (size_t i = sizes.size(); i-- > 0;)
+        if (sizes[i] <= 0 || strides[i] != count || __builtin_mul_overflow(count, sizes[i], &count))
+            return -1;
+    if (__builtin_mul_overflow(count, item, &nbytes) ||
+        __builtin_mul_overflow(tensor.storage_offset(), item, &end) ||
+        __builtin_add_overflow(end, nbytes, &end) ||
+        end > static_cast<int64_t>(tensor.storage().nbytes()))
+        return -1;
+    sent->header[0] = static_cast<char>(code);
+    sent->header[1] = static_cast<char>(sizes.size());
+    memcpy(sent->header + 2, sizes.data(), 8 * sizes.size());
+    sent->length = static_cast<Py_ssize_t>(2 + 8 * sizes.size());
+    return nbytes;
 }
 
 /* 1 if the tensor is of the usual kind, 0 if not, -1 with an error set. */
 static int
 describe(PyObject *tensor, Sent *sent)
 {
-    int truth;
     if ((PyObject *)Py_TYPE(tensor) != tensor_type)
         return 0;
-    PyObject *form = PyObject_GetAttr(tensor, str_layout);
-    if (form == NULL)
-        return -1;
-    Py_DECREF(form);
-    if (form != strided)
+    int64_t nbytes;
+    try {
+        const c10::TensorImpl &found = *THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+        c10::DispatchKeySet keys = found.key_set();
+        if (keys != plain_keys && keys != inference_keys)
+            return 0;
+        if ((nbytes = laid_out(found, sent)) < 0)
+            return 0;
+        /* As `data_ptr` does it: a copy that was put off is made, what must not be seen throws. */
+        const char *start = static_cast<const char *>(found.storage().mutable_data());
+        if (start == NULL)
+            return 0;
+        sent->storage = start;
+        sent->requires_grad = found.requires_grad();
+        if (nbytes <= SMALL) {
+            start += found.storage_offset() * static_cast<int64_t>(found.itemsize());
+            sent->buffer = copy_of(start, nbytes);
+        }
+    }
+    catch (const std::exception &) {
+        /* It looks like others and has no memory. */
         return 0;
-    if ((truth = flag(tensor, str_is_cpu)) <= 0)
-        return truth;
-    PyObject *layout = known_layout(tensor);
-    if (layout == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    /* The table of layouts may be emptied meanwhile. */
-    Py_INCREF(layout);
-    int result = -1;
-    PyObject *storage = NULL;
-    if ((truth = flag(layout, str_castable)) <= 0) {
-        result = truth;
-        goto done;
     }
-    if ((truth = is_true(PyObject_CallMethodNoArgs(tensor, str_is_neg))) != 0 ||
-        (truth = is_true(PyObject_CallOneArg(is_zero_tensor, tensor))) != 0) {
-        result = truth < 0 ? -1 : 0;
-        goto done;
-    }
-    Py_ssize_t nbytes = number(layout, str_nbytes), end = number(layout, str_extent);
-    Py_ssize_t first = asked(tensor, str_storage_offset);
-    if (PyErr_Occurred())
-        goto done;
-    if (first) {
-        Py_ssize_t item = number(tensor, str_itemsize);
-        if (item < 0)
-            goto done;
-        end += first * item;
-    }
-    if ((storage = PyObject_CallMethodNoArgs(tensor, str_untyped_storage)) == NULL)
-        goto done;
-    Py_ssize_t held = asked(storage, str_nbytes);
-    if (held == -1 && PyErr_Occurred())
-        goto done;
-    uintptr_t address = address_of(tensor);
-    sent->storage = address ? address_of(storage) : 0;
-    if (PyErr_Occurred())
-        goto done;
-    if (end > held || !address) {
-        result = 0;
-        goto done;
-    }
-    if ((truth = flag(tensor, str_requires_grad)) < 0)
-        goto done;
-    sent->requires_grad = (char)truth;
-    sent->buffer = nbytes > SMALL ? view_of(tensor, truth) : copy_of(address, nbytes);
-    sent->header = sent->buffer ? PyObject_GetAttr(layout, str_header) : NULL;
-    if (sent->header != NULL)
-        result = PyBytes_CheckExact(sent->header);
-done:
-    Py_DECREF(layout);
-    Py_XDECREF(storage);
-    return result;
+    if (nbytes > SMALL)
+        sent->buffer = view_of(tensor, sent->requires_grad);
+    if (!sent->buffer)
+        return -1;
+    /* What was called may have changed the tensor. */
+    return PyObject_Size(sent->buffer.get()) == nbytes;
 }
+
+/* Whether tensors may have tangents, as `torch_private.in_dual_level`; -1 with an error set. */
+static int
+in_dual_level(void)
+{
+    Ref level(PyObject_GetAttr(forward_ad, str__current_level));
+    return level ? PyObject_RichCompareBool(level.get(), zero, Py_GE) : -1;
+}
+
+/* Keeps the memory of a tensor that was made over a buffer. Any thread may let go of it, and some
+ * do when Python has ended: then it ends with the process. */
+static void
+let_go(void *kept)
+{
+    if (!Py_IsInitialized())
+        return;
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyBuffer_Release(static_cast<Py_buffer *>(kept));
+    PyGILState_Release(state);
+    delete static_cast<Py_buffer *>(kept);
+}
+
+/* What a message says of one tensor. */
+struct Announced {
+    at::ScalarType type;
+    int requires_grad;
+    int64_t nbytes;
+    size_t dims;
+    int64_t sizes[MOST_DIMS];
+};
+
+/* The memory of a buffer, if it can be written to and is of this size. May throw. */
+static c10::DataPtr
+memory_of(PyObject *buffer, int64_t nbytes)
+{
+    auto view = std::make_unique<Py_buffer>();
+    if (PyObject_GetBuffer(buffer, view.get(), PyBUF_WRITABLE))
+        return {};
+    void *start = view->buf;
+    Py_ssize_t size = view->len;
+    c10::DataPtr memory(start, view.release(), let_go, c10::Device(c10::kCPU));
+    return size == nbytes ? std::move(memory) : c10::DataPtr();
+}
+
+/* A tensor over the buffer, as `torch.from_numpy` makes it; NULL, perhaps without an error, if the
+ * long way has to say what is wrong with it. */
+static PyObject *
+made_tensor(const Announced &announced, PyObject *buffer)
+{
+    try {
+        c10::DataPtr memory = memory_of(buffer, announced.nbytes);
+        if (!memory.get())
+            return NULL;
+        c10::Storage storage(c10::Storage::use_byte_size_t(), announced.nbytes, std::move(memory),
+                             /*allocator=*/nullptr, /*resizable=*/false);
+        at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+            std::move(storage), dense_key, c10::scalarTypeToTypeMeta(announced.type));
+        tensor.unsafeGetTensorImpl()->set_sizes_contiguous({announced.sizes, announced.dims});
+        if (announced.requires_grad) {
+            /* As `requires_grad_` asks: not inside of a transform. */
+            if (const auto &transforms = at::functorch::functorchTLSAccessor())
+                transforms->checkSupportsInplaceRequiresGrad();
+            tensor.set_requires_grad(true);
+        }
+        return THPVariable_Wrap(std::move(tensor));
+    }
+    catch (const std::exception &) {
+        return NULL;
+    }
+}
+
+/* ---- Packing ---- */
 
 static int
 lie_apart(const Sent *sent, Py_ssize_t count)
@@ -253,12 +344,10 @@ has_a_name(PyObject *target)
         return 1;
     if (!PyCFunction_CheckExact(target))
         return 0;
-    PyObject *owner = PyObject_GetAttr(target, str___self__);
-    if (owner == NULL)
+    Ref owner(PyObject_GetAttr(target, str___self__));
+    if (!owner)
         return -1;
-    int named = owner == Py_None || PyModule_Check(owner) || PyType_Check(owner);
-    Py_DECREF(owner);
-    return named;
+    return owner.get() == Py_None || PyModule_Check(owner.get()) || PyType_Check(owner.get());
 }
 
 /* A text of less than SHORT characters of ASCII. */
@@ -314,7 +403,7 @@ written(const Sent *sent, Py_ssize_t count, PyObject *name, PyObject *data)
 {
     Py_ssize_t size = 2 + 3 + 2 + 2 * count + 2;
     for (Py_ssize_t i = 0; i < count; i++)
-        size += 1 + PyBytes_GET_SIZE(sent[i].header);
+        size += 1 + sent[i].length;
     if (name != NULL)
         size += 1 + PyUnicode_GET_LENGTH(name);
     if (data != NULL)
@@ -326,49 +415,41 @@ written(const Sent *sent, Py_ssize_t count, PyObject *name, PyObject *data)
     *at++ = (char)count;
     *at++ = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        Py_ssize_t length = PyBytes_GET_SIZE(sent[i].header);
         *at++ = sent[i].requires_grad ? REQUIRES_GRAD : 0;
-        memcpy(at, PyBytes_AS_STRING(sent[i].header), (size_t)length);
-        at += length;
+        memcpy(at, sent[i].header, (size_t)sent[i].length);
+        at += sent[i].length;
     }
     at = put_tree(at, name, data, count);
     _PyBytes_Resize(&meta, at - start);
     return meta;
 }
 
-/* `tensors` is a tuple. `name` and `data` are those of `put_tree`. */
+/* `tensors` is a tuple of at most FEW. `name` and `data` are those of `put_tree`. */
 static PyObject *
 packed(PyObject *tensors, PyObject *name, PyObject *data)
 {
     Py_ssize_t count = PyTuple_GET_SIZE(tensors);
-    Sent sent[FEW] = {{0}};
-    PyObject *result = NULL;
-    int usual = count ? is_true(PyObject_CallNoArgs(in_dual_level)) : 0;
+    Sent sent[FEW];
+    int usual = count ? in_dual_level() : 0;
     if (usual < 0)
         return NULL;
     usual = !usual;
     for (Py_ssize_t i = 0; usual > 0 && i < count; i++)
         usual = describe(PyTuple_GET_ITEM(tensors, i), &sent[i]);
-    if (usual < 0 && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-        /* It looks like others and has no memory: a nested one, or one inside of a transform. */
+    if (usual < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+            return NULL;
         PyErr_Clear();
         usual = 0;
     }
-    if (usual == 0 || (usual > 0 && !lie_apart(sent, count)))
-        result = Py_NewRef(Py_None);
-    else if (usual > 0) {
-        PyObject *buffers = PyList_New(count);
-        for (Py_ssize_t i = 0; buffers != NULL && i < count; i++)
-            PyList_SET_ITEM(buffers, i, Py_NewRef(sent[i].buffer));
-        PyObject *fields[4] = {
-            written(sent, count, name, data), PySequence_List(tensors), buffers, Py_NewRef(zero)};
-        result = named_tuple(packed_type, 4, fields);
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        Py_XDECREF(sent[i].header);
-        Py_XDECREF(sent[i].buffer);
-    }
-    return result;
+    if (!usual || !lie_apart(sent, count))
+        Py_RETURN_NONE;
+    Ref buffers(PyList_New(count));
+    for (Py_ssize_t i = 0; buffers && i < count; i++)
+        PyList_SET_ITEM(buffers.get(), i, sent[i].buffer.release());
+    PyObject *fields[4] = {
+        written(sent, count, name, data), PySequence_List(tensors), buffers.release(), Py_NewRef(zero)};
+    return named_tuple(packed_type, 4, fields);
 }
 
 static PyObject *
@@ -382,27 +463,23 @@ pack_call(PyObject *call, PyObject *trust)
     int named = has_a_name(target);
     if (named <= 0)
         return named < 0 ? NULL : Py_NewRef(Py_None);
-    PyObject *name = PyObject_CallFunctionObjArgs(name_of, target, trust, NULL);
-    if (name == NULL)
+    Ref name(PyObject_CallFunctionObjArgs(name_of, target, trust, NULL));
+    if (!name)
         return NULL;
-    PyObject *result = is_short(name) ? packed(tensors, name, NULL) : Py_NewRef(Py_None);
-    Py_DECREF(name);
-    return result;
+    return is_short(name.get()) ? packed(tensors, name.get(), NULL) : Py_NewRef(Py_None);
 }
 
 static PyObject *
 pack_parcel(PyObject *parcel)
 {
     PyObject *topic = PyTuple_GET_ITEM(parcel, 0), *data = PyTuple_GET_ITEM(parcel, 1);
-    PyObject *tensors = PyTuple_GET_ITEM(parcel, 2);
     if (!is_short(topic) || !PyBytes_CheckExact(data) || PyBytes_GET_SIZE(data) > SMALL)
         Py_RETURN_NONE;
-    if ((tensors = PySequence_Tuple(tensors)) == NULL)
+    Ref tensors(PySequence_Tuple(PyTuple_GET_ITEM(parcel, 2)));
+    if (!tensors)
         return NULL;
-    PyObject *result =
-        PyTuple_GET_SIZE(tensors) <= FEW ? packed(tensors, topic, data) : Py_NewRef(Py_None);
-    Py_DECREF(tensors);
-    return result;
+    return PyTuple_GET_SIZE(tensors.get()) <= FEW ? packed(tensors.get(), topic, data)
+                                                  : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -418,10 +495,8 @@ native_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if ((PyObject *)Py_TYPE(obj) == parcel_type)
         return pack_parcel(obj);
     if ((PyObject *)Py_TYPE(obj) == tensor_type) {
-        PyObject *alone = PyTuple_Pack(1, obj);
-        PyObject *result = alone ? packed(alone, NULL, NULL) : NULL;
-        Py_XDECREF(alone);
-        return result;
+        Ref alone(PyTuple_Pack(1, obj));
+        return alone ? packed(alone.get(), NULL, NULL) : NULL;
     }
     if (obj == Py_None) {
         const char none[3] = {0, 0, TAG_NONE};
@@ -434,21 +509,12 @@ native_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 /* ---- Unpacking ---- */
 
-/* What a message says of one tensor; owned. */
-typedef struct {
-    PyObject *layout;
-    int requires_grad;
-} Announced;
-
 /* Whether a limit allows for so many: 1, 0, or -1 with an error set. */
 static int
 within(PyObject *limits, PyObject *name, Py_ssize_t needed)
 {
-    PyObject *limit = PyObject_GetAttr(limits, name), *number = PyLong_FromSsize_t(needed);
-    int truth = limit && number ? PyObject_RichCompareBool(limit, number, Py_GE) : -1;
-    Py_XDECREF(limit);
-    Py_XDECREF(number);
-    return truth;
+    Ref limit(PyObject_GetAttr(limits, name)), number(PyLong_FromSsize_t(needed));
+    return limit && number ? PyObject_RichCompareBool(limit.get(), number.get(), Py_GE) : -1;
 }
 
 /* Read the record at `*at` and compare it with its buffer: 1, 0 if it is not usual, -1 for an
@@ -457,59 +523,33 @@ static int
 read_record(const unsigned char *data, Py_ssize_t size, Py_ssize_t *at, PyObject *limits,
             PyObject *buffer, Announced *announced)
 {
-    Py_ssize_t start = *at + 1;
-    if (start + 2 > size)
+    Py_ssize_t start = *at + 3;
+    if (start > size)
         return 0;
-    unsigned char flags = data[*at], dims = data[start + 1];
-    Py_ssize_t end = start + 2 + 8 * dims;
-    if (flags > REQUIRES_GRAD || dims >= STRIDED || end > size)
+    unsigned char flags = data[*at], code = data[*at + 1], dims = data[*at + 2];
+    Py_ssize_t end = start + 8 * dims;
+    /* Those with strides have a higher bit there. */
+    if (flags > REQUIRES_GRAD || dims > MOST_DIMS || end > size)
         return 0;
     int truth = within(limits, str_dims, dims);
     if (truth <= 0)
         return truth;
-    PyObject *header = PyBytes_FromStringAndSize((const char *)data + start, end - start);
-    if (header == NULL)
-        return -1;
-    PyObject *layout = PyDict_GetItemWithError(by_header, header);
-    Py_DECREF(header);
-    if (layout == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    announced->layout = Py_NewRef(layout);
-    announced->requires_grad = flags;
-    if ((truth = flag(layout, str_castable)) <= 0)
-        return truth;
-    Py_ssize_t nbytes = number(layout, str_nbytes), length = PyObject_Size(buffer);
-    if (PyErr_Occurred())
-        return -1;
-    if (nbytes != length)
+    at::ScalarType type = announced->type = type_of[code];
+    if (type == at::ScalarType::Undefined || (flags && !c10::isFloatingType(type)))
         return 0;
-    if (flags) {
-        PyObject *dtype = PyObject_GetAttr(layout, str_dtype);
-        truth = dtype ? flag(dtype, str_is_floating_point) : -1;
-        Py_XDECREF(dtype);
-        if (truth <= 0)
-            return truth;
-    }
+    announced->requires_grad = flags;
+    announced->dims = dims;
+    memcpy(announced->sizes, data + start, 8 * (size_t)dims);
+    int64_t nbytes = (int64_t)c10::elementSize(type);
+    for (int i = 0; i < dims; i++)
+        if (announced->sizes[i] <= 0 || __builtin_mul_overflow(nbytes, announced->sizes[i], &nbytes))
+            return 0;
+    announced->nbytes = nbytes;
+    Py_ssize_t length = PyObject_Size(buffer);
+    if (length < 0)
+        return -1;
     *at = end;
-    return 1;
-}
-
-static PyObject *
-made_tensor(const Announced *announced, PyObject *buffer)
-{
-    PyObject *shape = PyObject_GetAttr(announced->layout, str_shape);
-    PyObject *type = shape ? PyObject_GetAttr(announced->layout, str_array_type) : NULL;
-    PyObject *array = type ? PyObject_CallFunctionObjArgs(array_type_of, shape, type, buffer, NULL) : NULL;
-    PyObject *tensor = array ? PyObject_CallOneArg(from_numpy, array) : NULL;
-    Py_XDECREF(shape);
-    Py_XDECREF(type);
-    Py_XDECREF(array);
-    if (tensor != NULL && announced->requires_grad) {
-        PyObject *same = PyObject_CallMethodNoArgs(tensor, str_requires_grad_);
-        Py_DECREF(tensor);
-        tensor = same;
-    }
-    return tensor;
+    return nbytes == length;
 }
 
 /* Where the tree's text lies, and what the tree is: its first tag, or -1. */
@@ -546,26 +586,54 @@ read_tree(const unsigned char *data, Py_ssize_t size, Py_ssize_t at, Py_ssize_t 
     return tree[0];
 }
 
-/* What is made of a whole message; takes the reference to `target`. */
+/* What is made of a whole message; `target` is its function, or its topic. */
 static PyObject *
-unpacked(int form, PyObject *target, PyObject *tensors, PyObject *data, Py_ssize_t end)
+unpacked(int form, Ref target, PyObject *tensors, PyObject *data, Py_ssize_t end)
 {
+    if (form == TAG_NONE)
+        Py_RETURN_NONE;
     if (form == TAG_TENSOR)
         return PySequence_GetItem(tensors, 0);
     if (form == TAG_PARCEL) {
         PyObject *fields[3] = {
-            target,
+            target.release(),
             PyBytes_FromStringAndSize(PyBytes_AS_STRING(data) + end, PyBytes_GET_SIZE(data) - end),
             Py_NewRef(tensors)};
         return named_tuple(parcel_type, 3, fields);
     }
-    PyObject *arguments = PySequence_Tuple(tensors), *kwargs = PyDict_New(), *call = NULL;
-    if (arguments != NULL && kwargs != NULL)
-        call = PyTuple_Pack(3, target, arguments, kwargs);
-    Py_DECREF(target);
-    Py_XDECREF(arguments);
-    Py_XDECREF(kwargs);
-    return call;
+    Ref arguments(PySequence_Tuple(tensors)), kwargs(PyDict_New());
+    if (!arguments || !kwargs)
+        return NULL;
+    return PyTuple_Pack(3, target.get(), arguments.get(), kwargs.get());
+}
+
+/* What a message is and where its text lies, with all of its records read: the first tag of its
+ * tree, -1 if it is not of a quick form, -2 with an error set. */
+static int
+read_message(PyObject *message, PyObject *buffers, PyObject *limits, Announced *announced,
+             Py_ssize_t *text, Py_ssize_t *end)
+{
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(message);
+    Py_ssize_t size = PyBytes_GET_SIZE(message), at = 2, count = PyTuple_GET_SIZE(buffers);
+    if (size < 3 || count > FEW || data[0] != count || data[1])
+        return -1;
+    /* All that is so short is None. */
+    if (size == 3)
+        return count == 0 && data[2] == TAG_NONE ? TAG_NONE : -1;
+    int going = within(limits, str_tensors, count);
+    for (Py_ssize_t i = 0; going > 0 && i < count; i++)
+        going = read_record(data, size, &at, limits, PyTuple_GET_ITEM(buffers, i), &announced[i]);
+    if (going <= 0)
+        return going - 1;
+    int form = read_tree(data, size, at, count, text, end);
+    if (form == TAG_TUPLE) {
+        going = within(limits, str_items, 3 + count);
+        if (going > 0)
+            going = within(limits, str_depth, 2);
+        if (going <= 0)
+            return going - 1;
+    }
+    return form;
 }
 
 static PyObject *
@@ -576,87 +644,41 @@ native_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     PyObject *message = args[0], *trust = args[2], *limits = args[3], *arrive = args[4];
-    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(message);
-    Py_ssize_t size = PyBytes_GET_SIZE(message), at = 2, text = 0, end = 0;
-    Announced announced[FEW] = {{0}};
-    PyObject *buffers = PySequence_Tuple(args[1]);
-    if (buffers == NULL)
+    Ref buffers(PySequence_Tuple(args[1]));
+    if (!buffers)
         return NULL;
-    PyObject *result = not_quick, *tensors = NULL, *target = NULL;
-    Py_ssize_t count = PyTuple_GET_SIZE(buffers);
-    int going = size >= 3 && count <= FEW && data[0] == count && data[1] == 0;
-    int form = -1;
-    if (going && size == 3) {
-        /* All that is so short is None. */
-        going = count == 0 && data[2] == TAG_NONE;
-        form = TAG_NONE;
-    }
-    else if (going) {
-        going = within(limits, str_tensors, count);
-        for (Py_ssize_t i = 0; going > 0 && i < count; i++) {
-            PyObject *buffer = PyTuple_GET_ITEM(buffers, i);
-            going = read_record(data, size, &at, limits, buffer, &announced[i]);
-        }
-        if (going > 0) {
-            form = read_tree(data, size, at, count, &text, &end);
-            going = form >= 0;
-        }
-        if (going > 0 && form == TAG_TUPLE) {
-            going = within(limits, str_items, 3 + count);
-            if (going > 0)
-                going = within(limits, str_depth, 2);
-        }
-    }
-    if (going <= 0) {
-        if (going < 0)
-            result = NULL;
-        goto done;
-    }
-    result = NULL;
+    Py_ssize_t text = 0, end = 0;
+    Announced announced[FEW];
+    int form = read_message(message, buffers.get(), limits, announced, &text, &end);
+    if (form < 0)
+        return form == -1 ? Py_NewRef(not_quick) : NULL;
+    Ref target;
     if (form == TAG_TUPLE || form == TAG_PARCEL) {
-        target = PyUnicode_DecodeASCII((const char *)data + text, end - text, NULL);
-        if (form == TAG_TUPLE && target != NULL)
-            Py_SETREF(target, PyObject_CallFunctionObjArgs(object_named, target, trust, NULL));
-        if (target == NULL)
-            goto done;
+        target = Ref(PyUnicode_DecodeASCII(PyBytes_AS_STRING(message) + text, end - text, NULL));
+        if (target && form == TAG_TUPLE)
+            target = Ref(PyObject_CallFunctionObjArgs(object_named, target.get(), trust, NULL));
+        if (!target)
+            return NULL;
     }
-    if ((tensors = PyList_New(0)) == NULL)
-        goto done;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *tensor = made_tensor(&announced[i], PyTuple_GET_ITEM(buffers, i));
-        if (tensor == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
+    Ref tensors(PyList_New(0));
+    if (!tensors)
+        return NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(buffers.get()); i++) {
+        Ref tensor(made_tensor(announced[i], PyTuple_GET_ITEM(buffers.get(), i)));
+        if (!tensor && (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_Exception))) {
             /* The long way says what is wrong with it. */
             PyErr_Clear();
-            result = not_quick;
-            goto done;
+            return Py_NewRef(not_quick);
         }
-        int failed = tensor == NULL || PyList_Append(tensors, tensor) < 0;
-        Py_XDECREF(tensor);
-        if (failed)
-            goto done;
+        if (!tensor || PyList_Append(tensors.get(), tensor.get()) < 0)
+            return NULL;
     }
     if (arrive != Py_None) {
-        Py_SETREF(tensors, PyObject_CallOneArg(arrive, tensors));
-        if (tensors == NULL)
-            goto done;
+        tensors = Ref(PyObject_CallOneArg(arrive, tensors.get()));
+        if (!tensors)
+            return NULL;
     }
-    if (form == TAG_NONE)
-        result = Py_None;
-    else {
-        PyObject *made = unpacked(form, target, tensors, message, end);
-        target = NULL;
-        result = made;
-        goto owned;
-    }
-done:
-    Py_XINCREF(result);
-owned:
-    for (int i = 0; i < FEW; i++)
-        Py_XDECREF(announced[i].layout);
-    Py_XDECREF(target);
-    Py_XDECREF(tensors);
-    Py_DECREF(buffers);
-    return result;
+    return unpacked(form, std::move(target), tensors.get(), message, end);
 }
 
 /* ---- Frames ---- */
@@ -692,22 +714,22 @@ get_u64(const char *at)
 
 /* The header, and a row for each view but the first two, which are note and meta. */
 static char *
-put_head(char *at, int kind, uint64_t call_id, uint64_t seq, uint64_t ack, const Py_buffer *views,
+put_head(char *at, int kind, uint64_t call_id, uint64_t seq, uint64_t ack, const View *views,
          Py_ssize_t count, Py_ssize_t total)
 {
     memset(at, 0, 4);
     at[0] = (char)kind;
-    put_u32(at + 4, views[0].len);
+    put_u32(at + 4, views[0].size());
     put_u32(at + 8, count);
     put_u32(at + 12, 0);
-    put_u32(at + 16, views[1].len);
+    put_u32(at + 16, views[1].size());
     put_u64(at + 20, (uint64_t)total);
     put_u64(at + 28, seq);
     put_u64(at + 36, ack);
     put_u64(at + 44, call_id);
     at += HEADER;
     for (Py_ssize_t i = 0; i < count; i++, at += ROW) {
-        put_u64(at, (uint64_t)views[2 + i].len);
+        put_u64(at, (uint64_t)views[2 + i].size());
         put_u64(at + 8, INLINE);
     }
     return at;
@@ -719,43 +741,39 @@ made_frame(PyObject *const *message, uint64_t seq, uint64_t ack, Py_ssize_t most
 {
     long kind = PyLong_AsLong(message[0]);
     uint64_t call_id = PyLong_AsUnsignedLongLong(message[1]);
-    PyObject *buffers = PyErr_Occurred() ? NULL : PySequence_Tuple(message[4]), *frame = NULL;
-    if (buffers == NULL)
+    Ref buffers(PyErr_Occurred() ? NULL : PySequence_Tuple(message[4]));
+    if (!buffers)
         return NULL;
     /* Note and meta come first, and then the buffers. */
-    Py_ssize_t count = PyTuple_GET_SIZE(buffers), total = ROW * count, seen = 0;
-    Py_buffer few[2 + FEW], *views = count <= FEW ? few : PyMem_New(Py_buffer, 2 + count);
-    if (views == NULL) {
-        PyErr_NoMemory();
-        goto done;
+    Py_ssize_t count = PyTuple_GET_SIZE(buffers.get()), total = ROW * count;
+    View few[2 + FEW], *views = few;
+    std::unique_ptr<View[]> many;
+    if (count > FEW) {
+        many.reset(new (std::nothrow) View[2 + (size_t)count]);
+        if (!(views = many.get()))
+            return PyErr_NoMemory();
     }
-    for (; seen < 2 + count; seen++) {
-        PyObject *part = seen < 2 ? message[2 + seen] : PyTuple_GET_ITEM(buffers, seen - 2);
-        if (PyObject_GetBuffer(part, &views[seen], PyBUF_SIMPLE))
-            goto done;
-        total += views[seen].len;
+    for (Py_ssize_t i = 0; i < 2 + count; i++) {
+        PyObject *part = i < 2 ? message[2 + i] : PyTuple_GET_ITEM(buffers.get(), i - 2);
+        if (!views[i].hold(part, PyBUF_SIMPLE))
+            return NULL;
+        total += views[i].size();
     }
     if (total >= most)
-        goto done;
-    if (kind < 0 || kind > UINT8_MAX || views[0].len > UINT32_MAX || views[1].len > UINT32_MAX) {
+        return NULL;
+    if (kind < 0 || kind > UINT8_MAX || views[0].size() > UINT32_MAX || views[1].size() > UINT32_MAX) {
         PyErr_SetString(PyExc_OverflowError, "a frame has more to say than fits its header");
-        goto done;
+        return NULL;
     }
-    frame = PyBytes_FromStringAndSize(NULL, HEADER + total);
+    PyObject *frame = PyBytes_FromStringAndSize(NULL, HEADER + total);
     if (frame == NULL)
-        goto done;
+        return NULL;
     char *at = PyBytes_AS_STRING(frame);
     at = put_head(at, (int)kind, call_id, seq, ack, views, count, total);
-    for (Py_ssize_t i = 0; i < seen; i++) {
-        memcpy(at, views[i].buf, (size_t)views[i].len);
-        at += views[i].len;
+    for (Py_ssize_t i = 0; i < 2 + count; i++) {
+        memcpy(at, views[i].start(), (size_t)views[i].size());
+        at += views[i].size();
     }
-done:
-    while (seen > 0)
-        PyBuffer_Release(&views[--seen]);
-    if (views != few)
-        PyMem_Free(views);
-    Py_DECREF(buffers);
     return frame;
 }
 
@@ -776,43 +794,39 @@ native_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 own_buffers(const char *rows, Py_ssize_t count, const char *at, const char *end)
 {
-    for (Py_ssize_t i = 0, left = end - at; i <= count; i++) {
-        if (i == count) {
-            if (left)
-                return NULL;
-            break;
-        }
+    Py_ssize_t left = end - at;
+    for (Py_ssize_t i = 0; i < count; i++) {
         uint64_t size = get_u64(rows + ROW * i);
         if (get_u64(rows + ROW * i + 8) != INLINE || size > (uint64_t)left)
             return NULL;
         left -= (Py_ssize_t)size;
     }
-    PyObject *buffers = PyList_New(count);
-    for (Py_ssize_t i = 0; buffers != NULL && i < count; i++) {
+    if (left)
+        return NULL;
+    Ref buffers(PyList_New(count));
+    for (Py_ssize_t i = 0; buffers && i < count; i++) {
         Py_ssize_t size = (Py_ssize_t)get_u64(rows + ROW * i);
         PyObject *buffer = PyByteArray_FromStringAndSize(at, size);
-        if (buffer == NULL) {
-            Py_DECREF(buffers);
+        if (buffer == NULL)
             return NULL;
-        }
-        PyList_SET_ITEM(buffers, i, buffer);
+        PyList_SET_ITEM(buffers.get(), i, buffer);
         at += size;
     }
-    return buffers;
+    return buffers.release();
 }
 
 /* What the header of a frame says. */
-typedef struct {
+struct Head {
     int kind;
     uint64_t note, count, freed, meta, total, seq, ack, call_id;
-} Head;
+};
 
 static Head
 read_head(const char *at)
 {
-    return (Head){(unsigned char)at[0], get_u32(at + 4),  get_u32(at + 8),
-                  get_u32(at + 12),     get_u32(at + 16), get_u64(at + 20),
-                  get_u64(at + 28),     get_u64(at + 36), get_u64(at + 44)};
+    return {(unsigned char)at[0], get_u32(at + 4),  get_u32(at + 8),
+            get_u32(at + 12),     get_u32(at + 16), get_u64(at + 20),
+            get_u64(at + 28),     get_u64(at + 36), get_u64(at + 44)};
 }
 
 /* The frame that has this head and begins here; NULL without an error if not all is inline. */
@@ -894,42 +908,31 @@ stamped(PyObject *link, PyObject *session, PyObject *const *message, Py_ssize_t 
     uint64_t seq = NUMBER(session, _sent) + 1, kept = NUMBER(session, _kept_total);
     uint64_t ticket = NUMBER(link, _ticket) + 1, sent = NUMBER(link, sent_bytes);
     /* The bytes are read before the number, as in `Session.stamp`. */
-    PyObject *seen_bytes = Py_NewRef(FIELD(session, _seen_bytes));
-    PyObject *seen = Py_NewRef(FIELD(session, _seen));
-    uint64_t ack = PyLong_AsUnsignedLongLong(seen);
-    PyObject *entry = NULL, *turn = NULL;
-    PyObject *whole = PyErr_Occurred() ? NULL : made_frame(message, seq, ack, most);
-    if (whole == NULL)
-        goto done;
-    uint64_t size = (uint64_t)PyBytes_GET_SIZE(whole);
-    entry = Py_BuildValue("(KOK)", seq, whole, size - HEADER);
-    turn = Py_BuildValue("([O]KK)", whole, size, ticket);
-    PyObject *totals[2] = {PyLong_FromUnsignedLongLong(kept + size - HEADER),
-                           PyLong_FromUnsignedLongLong(sent + size)};
-    PyObject *added = NULL;
-    if (entry != NULL && turn != NULL && totals[0] != NULL && totals[1] != NULL)
-        added = PyObject_CallMethodOneArg(FIELD(session, _kept), str_append, entry);
-    if (added == NULL) {
-        Py_XDECREF(totals[0]);
-        Py_XDECREF(totals[1]);
-        Py_CLEAR(turn);
-        goto done;
-    }
-    Py_DECREF(added);
-    put(&FIELD(session, _sent), Py_NewRef(PyTuple_GET_ITEM(entry, 0)));
-    put(&FIELD(session, _last_kept), Py_NewRef(PyTuple_GET_ITEM(entry, 0)));
-    put(&FIELD(session, _kept_total), totals[0]);
-    put(&FIELD(session, _reported_bytes), Py_NewRef(seen_bytes));
-    put(&FIELD(session, _reported), Py_NewRef(seen));
-    put(&FIELD(link, _ticket), Py_NewRef(PyTuple_GET_ITEM(turn, 2)));
-    put(&FIELD(link, sent_bytes), totals[1]);
+    Ref seen_bytes = Ref::to(FIELD(session, _seen_bytes));
+    Ref seen = Ref::to(FIELD(session, _seen));
+    uint64_t ack = PyLong_AsUnsignedLongLong(seen.get());
+    Ref whole(PyErr_Occurred() ? NULL : made_frame(message, seq, ack, most));
+    if (!whole)
+        return NULL;
+    uint64_t size = (uint64_t)PyBytes_GET_SIZE(whole.get());
+    Ref entry(Py_BuildValue("(KOK)", seq, whole.get(), size - HEADER));
+    Ref turn(Py_BuildValue("([O]KK)", whole.get(), size, ticket));
+    Ref kept_total(PyLong_FromUnsignedLongLong(kept + size - HEADER));
+    Ref sent_total(PyLong_FromUnsignedLongLong(sent + size));
+    if (!entry || !turn || !kept_total || !sent_total)
+        return NULL;
+    Ref added(PyObject_CallMethodOneArg(FIELD(session, _kept), str_append, entry.get()));
+    if (!added)
+        return NULL;
+    put(&FIELD(session, _sent), Py_NewRef(PyTuple_GET_ITEM(entry.get(), 0)));
+    put(&FIELD(session, _last_kept), Py_NewRef(PyTuple_GET_ITEM(entry.get(), 0)));
+    put(&FIELD(session, _kept_total), kept_total.release());
+    put(&FIELD(session, _reported_bytes), seen_bytes.release());
+    put(&FIELD(session, _reported), seen.release());
+    put(&FIELD(link, _ticket), Py_NewRef(PyTuple_GET_ITEM(turn.get(), 2)));
+    put(&FIELD(link, sent_bytes), sent_total.release());
     put(&FIELD(link, _writing), Py_NewRef(Py_True));
-done:
-    Py_XDECREF(entry);
-    Py_XDECREF(whole);
-    Py_DECREF(seen);
-    Py_DECREF(seen_bytes);
-    return turn;
+    return turn.release();
 }
 
 static PyObject *
@@ -947,17 +950,16 @@ native_depart(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (session == NULL || count > FEW)
         Py_RETURN_NONE;
     /* Who would have to wait for the lock goes the long way. */
-    PyObject *lock = Py_NewRef(FIELD(link, _lock));
-    int locked = is_true(PyObject_CallMethodOneArg(lock, str_acquire, Py_False));
+    Ref lock = Ref::to(FIELD(link, _lock));
+    int locked = is_true(PyObject_CallMethodOneArg(lock.get(), str_acquire, Py_False));
     if (locked > 0) {
         if (is_free(link) && !PyErr_Occurred())
             turn = stamped(link, session, args + 1, most);
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
-        Py_XDECREF(PyObject_CallMethodNoArgs(lock, str_release));
+        Ref released(PyObject_CallMethodNoArgs(lock.get(), str_release));
         PyErr_Restore(type, value, trace);
     }
-    Py_DECREF(lock);
     if (turn == NULL && !PyErr_Occurred())
         Py_RETURN_NONE;
     return turn;
@@ -970,17 +972,16 @@ drop_kept(PyObject *session, uint64_t ack)
     PyObject *kept = FIELD(session, _kept);
     uint64_t dropped = 0;
     while (PyObject_Size(kept) > 0) {
-        PyObject *first = PySequence_GetItem(kept, 0);
-        if (first == NULL)
+        Ref first(PySequence_GetItem(kept, 0));
+        if (!first)
             return -1;
-        assert(PyTuple_CheckExact(first) && PyTuple_GET_SIZE(first) == 3);
-        uint64_t number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(first, 0));
-        dropped += number <= ack ? PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(first, 2)) : 0;
-        PyObject *gone = number <= ack ? PyObject_CallMethodNoArgs(kept, str_popleft) : NULL;
-        Py_DECREF(first);
-        if (gone == NULL)
+        assert(PyTuple_CheckExact(first.get()) && PyTuple_GET_SIZE(first.get()) == 3);
+        if (PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(first.get(), 0)) > ack)
             break;
-        Py_DECREF(gone);
+        dropped += PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(first.get(), 2));
+        Ref gone(PyObject_CallMethodNoArgs(kept, str_popleft));
+        if (!gone)
+            break;
     }
     if (PyErr_Occurred())
         return -1;
@@ -1013,32 +1014,27 @@ is_usual(PyObject *link, PyObject *session, const Head *head, Py_ssize_t have, u
 
 /* Take a frame from the window; NULL without an error if it is not a usual one. */
 static PyObject *
-taken(PyObject *link, PyObject *session, const Py_buffer *window, uint64_t frames, uint64_t bytes)
+taken(PyObject *link, PyObject *session, const View &window, uint64_t frames, uint64_t bytes)
 {
     Py_ssize_t start = PyLong_AsSsize_t(FIELD(link, _start)), end = PyLong_AsSsize_t(FIELD(link, _end));
-    if (start < 0 || end > window->len || end - start < HEADER)
+    if (start < 0 || end > window.size() || end - start < HEADER)
         return NULL;
-    const char *at = (const char *)window->buf + start;
+    const char *at = window.start() + start;
     Head head = read_head(at);
     if (!is_usual(link, session, &head, end - start, frames, bytes) || PyErr_Occurred())
         return NULL;
-    PyObject *frame = read_frame(&head, at);
-    if (frame == NULL)
+    Ref frame(read_frame(&head, at));
+    if (!frame)
         return NULL;
-    PyObject *seen = PyLong_FromUnsignedLongLong(head.seq);
-    PyObject *counted = PyLong_FromUnsignedLongLong(NUMBER(session, _seen_bytes) + head.total);
-    PyObject *next = PyLong_FromSsize_t(start + HEADER + (Py_ssize_t)head.total);
-    if (!seen || !counted || !next || drop_kept(session, head.ack) < 0) {
-        Py_XDECREF(seen);
-        Py_XDECREF(counted);
-        Py_XDECREF(next);
-        Py_CLEAR(frame);
+    Ref seen(PyLong_FromUnsignedLongLong(head.seq));
+    Ref counted(PyLong_FromUnsignedLongLong(NUMBER(session, _seen_bytes) + head.total));
+    Ref next(PyLong_FromSsize_t(start + HEADER + (Py_ssize_t)head.total));
+    if (!seen || !counted || !next || drop_kept(session, head.ack) < 0)
         return NULL;
-    }
-    put(&FIELD(session, _seen), seen);
-    put(&FIELD(session, _seen_bytes), counted);
-    put(&FIELD(link, _start), next);
-    return frame;
+    put(&FIELD(session, _seen), seen.release());
+    put(&FIELD(session, _seen_bytes), counted.release());
+    put(&FIELD(link, _start), next.release());
+    return frame.release();
 }
 
 static PyObject *
@@ -1052,13 +1048,12 @@ native_arrive(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     uint64_t frames = PyLong_AsUnsignedLongLong(args[1]), bytes = PyLong_AsUnsignedLongLong(args[2]);
     if (PyErr_Occurred())
         return NULL;
-    Py_buffer window;
+    View window;
     if (session == NULL || FIELD(link, _large) != Py_None)
         Py_RETURN_NONE;
-    if (PyObject_GetBuffer(FIELD(link, _window), &window, PyBUF_SIMPLE))
+    if (!window.hold(FIELD(link, _window), PyBUF_SIMPLE))
         return NULL;
-    frame = taken(link, session, &window, frames, bytes);
-    PyBuffer_Release(&window);
+    frame = taken(link, session, window, frames, bytes);
     if (frame == NULL && !PyErr_Occurred())
         Py_RETURN_NONE;
     return frame;
@@ -1090,23 +1085,53 @@ find(const char *module, const char *name, PyObject **place)
     return *place != NULL;
 }
 
+/* The dtypes that may be whole records, by their numbers; 0 with an error set. */
+static int
+find_types(void)
+{
+    PyObject *codes = NULL, *castable = NULL;
+    int found = find("telegrad.wire.layouts", "DTYPE_CODES", &codes) &&
+                find("telegrad.wire.layouts", "CASTABLE", &castable);
+    Ref owned[2] = {Ref(codes), Ref(castable)};
+    Ref types(found ? PySequence_Tuple(castable) : NULL);
+    if (!types)
+        return 0;
+    std::fill(std::begin(code_of), std::end(code_of), -1);
+    std::fill(std::begin(type_of), std::end(type_of), at::ScalarType::Undefined);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types.get()); i++) {
+        PyObject *type = PyTuple_GET_ITEM(types.get(), i);
+        Ref code(PyObject_GetItem(codes, type));
+        long number = code ? PyLong_AsLong(code.get()) : -1;
+        if (number < 0 || number > UINT8_MAX || !THPDtype_Check(type)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_AttributeError, "no dtype of the wire");
+            return 0;
+        }
+        at::ScalarType scalar = ((THPDtype *)type)->scalar_type;
+        code_of[static_cast<int>(scalar)] = (int)number;
+        type_of[number] = scalar;
+    }
+    return 1;
+}
+
 static int
 native_exec(PyObject *module)
 {
+    if (!built_for_this_torch())
+        return -1;
+    /* As `TensorImpl` puts them together. */
+    constexpr auto cpu = c10::BackendComponent::CPUBit;
+    inference_keys = dense_key | c10::getAutocastRelatedKeySetFromBackend(cpu);
+    plain_keys = inference_keys | c10::getAutogradRelatedKeySetFromBackend(cpu);
 #define INTERN(name) \
     if ((str_##name = PyUnicode_InternFromString(#name)) == NULL) \
         return -1;
     NAMES(INTERN)
     zero = PyLong_FromLong(0);
-    int found = zero != NULL && find("torch", "Tensor", &tensor_type) &&
-                find("torch", "strided", &strided) && find("torch", "from_numpy", &from_numpy) &&
-                find("numpy", "ndarray", &array_type_of) &&
-                find("telegrad.wire.layouts", "by_tensor", &by_tensor) &&
-                find("telegrad.wire.layouts", "by_header", &by_header) &&
+    int found = zero != NULL && find("torch", "Tensor", &tensor_type) && find_types() &&
+                find("torch.autograd", "forward_ad", &forward_ad) &&
                 find("telegrad.wire.names", "name_of", &name_of) &&
                 find("telegrad.wire.names", "object_named", &object_named) &&
-                find("telegrad.wire.torch_private", "in_dual_level", &in_dual_level) &&
-                find("telegrad.wire.torch_private", "is_zero_tensor", &is_zero_tensor) &&
                 find("telegrad.wire.frames", "Frame", &frame_type) &&
                 find("telegrad.wire.packed", "Packed", &packed_type) &&
                 find("telegrad.wire.parcel", "Parcel", &parcel_type) &&
@@ -1135,7 +1160,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, native_exec}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)native_exec}, {0, NULL}};
 
 static struct PyModuleDef native = {
     PyModuleDef_HEAD_INIT, "telegrad.wire._native", "Short cuts of the codec, of frames and of links.", 0,

@@ -97,18 +97,17 @@ liars: $(READY)  ## members of a job that takes data only, who say anything but 
 
 # Beside the tree and not in it: what is used elsewhere stays as it is.
 SANITIZED := build/sanitized
-sanitize: $(READY)  ## the compiled short cuts under AddressSanitizer and UBSan
+sanitize: $(READY)  ## the compiled parts under AddressSanitizer and UBSan
 	rm -rf $(SANITIZED)
 	mkdir -p $(SANITIZED)
 	cp -r src tests pyproject.toml $(SANITIZED)
-	$(CC) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover -std=c11 -fPIC -shared \
-	  -I$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('include'))") \
-	  src/telegrad/wire/_native.c \
-	  -o $(SANITIZED)/src/telegrad/wire/_native$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
+	CXXFLAGS="-g -O1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover" \
+	  $(BIN)/python hatch_build.py $(SANITIZED)
 	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=src:. \
-	  LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-	  ../../$(BIN)/pytest -q -p no:cacheprovider tests/wire/test_quick.py tests/wire/test_quick_links.py \
-	  tests/wire/test_codec_hostile.py tests/wire/test_link.py
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ../../$(BIN)/pytest -q -p no:cacheprovider --timeout 900 tests/wire/test_quick.py tests/wire/test_quick_links.py \
+	  tests/wire/test_quick_tensors.py tests/wire/test_codec_hostile.py tests/wire/test_link.py tests/autograd/test_compiled.py \
+	  tests/autograd/test_crossing.py tests/autograd/test_local.py tests/autograd/test_leaves.py
 
 bench-tls: $(READY)  ## calls over TCP in the clear and under TLS, interleaved
 	$(BIN)/python -m benchmarks.tls $(ARGS)

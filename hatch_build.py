@@ -11,16 +11,17 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = (Path("src/telegrad/wire/_native.cpp"), Path("src/telegrad/autograd/_graph.cpp"))
-OPTIONS = (
-    "-O2 -std=c++20 -Wall -Wextra -Wno-unused-parameter -fPIC -shared -fvisibility=hidden"
-).split()
+OPTIONS = ("-O2", "-std=c++20", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fPIC", "-shared")
+HIDDEN = "-fvisibility=hidden"
 LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10")
 
 
@@ -28,15 +29,24 @@ class NativeBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        for source in SOURCES:
-            target = source.with_suffix(str(sysconfig.get_config_var("EXT_SUFFIX")))
-            problem = _compile(Path(self.root) / source, Path(self.root) / target)
+        for source, target, problem in compile_all(Path(self.root)):
             if problem is not None:
                 self.app.display_warning(f"{source} was not compiled: {problem}")
                 continue
             build_data["pure_python"] = False
             build_data["infer_tag"] = True
             build_data["artifacts"].append(str(target))
+
+
+def compile_all(root: Path) -> list[tuple[Path, Path, str | None]]:
+    """The sources of a tree, what each became, and what went wrong."""
+    suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+    targets = [source.with_suffix(suffix) for source in SOURCES]
+    with ThreadPoolExecutor() as pool:
+        problems = pool.map(
+            _compile, *[[root / each for each in side] for side in (SOURCES, targets)]
+        )
+        return list(zip(SOURCES, targets, problems, strict=True))
 
 
 def _installed_torch() -> tuple[Path, str]:
@@ -59,6 +69,7 @@ def _command(source: Path, target: Path) -> list[str]:
     return [
         *compiler,
         *OPTIONS,
+        HIDDEN,
         *os.environ.get("CXXFLAGS", "").split(),
         f"-I{sysconfig.get_path('include')}",
         *[option for folder in headers for option in ("-isystem", str(folder))],
@@ -88,3 +99,9 @@ def _compile(source: Path, target: Path) -> str | None:
     with contextlib.suppress(OSError):
         target.unlink(missing_ok=True)
     return problem
+
+
+if __name__ == "__main__":
+    # Another tree than this one, with other CXXFLAGS: see `make sanitize`.
+    found = [problem for *_, problem in compile_all(Path(sys.argv[1])) if problem is not None]
+    sys.exit("\n".join(found))

@@ -1,4 +1,4 @@
-"""telegrad is built with compiled short cuts where there is a compiler, and without elsewhere."""
+"""telegrad is built with compiled parts where there is a compiler, and without elsewhere."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from telegrad.wire import quick
+from telegrad import native
 from tests.documents import ROOT
 
-COMPILER = shutil.which("cc") or shutil.which("gcc")
+COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
 def built(tmp_path: Path, **environment: str) -> tuple[str, list[str]]:
@@ -37,15 +39,69 @@ def built(tmp_path: Path, **environment: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no compiler")
-def test_short_cuts_are_compiled_where_there_is_a_compiler(tmp_path: Path) -> None:
-    assert quick.BUILT, "run make again: they are compiled when telegrad is installed"
+def test_parts_are_compiled_where_there_is_a_compiler(tmp_path: Path) -> None:
+    for module in native.MODULES:
+        assert native.compiled(module), (
+            "run make again: they are compiled when telegrad is installed"
+        )
     name, libraries = built(tmp_path)
     assert "none-any" not in name
-    assert [Path(library).name.partition(".")[0] for library in libraries] == ["_native"]
+    made = {library.partition(".")[0].replace("/", ".") for library in libraries}
+    assert made == {*native.MODULES}
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
 def test_without_a_compiler_telegrad_is_built_all_the_same(tmp_path: Path, compiler: str) -> None:
-    name, libraries = built(tmp_path, CC=compiler)
+    name, libraries = built(tmp_path, CXX=compiler)
     assert name.endswith("py3-none-any.whl")
     assert libraries == [], "also none of an earlier build"
+
+
+OTHER = """
+#include "native.h"
+static int execute(PyObject *module) { return built_for_this_torch() ? 0 : -1; }
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "other", "", 0, NULL, slots, NULL, NULL, NULL};
+PyMODINIT_FUNC PyInit_other(void) { return PyModuleDef_Init(&definition); }
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no compiler")
+@pytest.mark.parametrize("version", ["0.1.2+other", torch.__version__])
+def test_what_was_compiled_for_another_torch_is_not_used(
+    tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "other.cpp"
+    source.write_text(OTHER)
+    folders = [ROOT / "src/telegrad", sysconfig.get_path("include")]
+    library = source.with_suffix(str(sysconfig.get_config_var("EXT_SUFFIX")))
+    subprocess.run(
+        [
+            str(COMPILER),
+            *("-fPIC", "-shared", *(f"-I{each}" for each in folders)),
+            f'-DTELEGRAD_TORCH="{version}"',
+            *(str(source), "-o", str(library)),
+        ],
+        check=True,
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other", raising=False)
+    if version == torch.__version__:
+        assert native.compiled("other") is not None
+        assert native.why_not("other") == ""
+    else:
+        assert native.compiled("other") is None
+        assert f"compiled for torch {version}" in native.why_not("other")
+
+
+def test_the_environment_chooses_the_parts_that_are_not_compiled() -> None:
+    program = "from telegrad.autograd import nodes; from telegrad.wire import quick; "
+    program += "print(nodes.compiled, quick.BUILT)"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TELEGRAD_COMPILED": "0"},
+    )
+    assert run.stdout.split() == ["None", "False"], run.stderr

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from telegrad.wire import quick
+from telegrad import native
 from telegrad.wire.address import UnixAddress, listen, private_directory
 from telegrad.wire.keys import KEY_FILE_VARIABLE, KEY_VARIABLE, JobKeyError, key_from_environment
 
@@ -79,9 +79,13 @@ def _torch() -> str:
 
 
 def _short_cuts() -> str:
-    if quick.BUILT:
+    reasons = {
+        native.why_not(name) for name in ("telegrad.wire._native", "telegrad.autograd._graph")
+    }
+    reasons.discard("")
+    if not reasons:
         return "compiled"
-    return "not compiled: small messages take longer; install telegrad where there is a C compiler"
+    return f"not used, so small messages take longer: {'; '.join(sorted(reasons))}"
 
 
 def _torch_distributed() -> str:

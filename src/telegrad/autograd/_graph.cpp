@@ -253,7 +253,9 @@ receive(PyObject *, PyObject *const *args, Py_ssize_t count)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(indices.get()); i++) {
         THPObjectPtr object(owned(PyObject_GetItem(args[3], PyTuple_GET_ITEM(indices.get(), i))));
         const Variable &tensor = as_tensor(object.get());
-        TORCH_CHECK(tensor.is_leaf(), "a message names one of its tensors twice");
+        TORCH_CHECK(tensor.is_leaf(), "A message names one of its tensors twice.");
+        TORCH_CHECK(isDifferentiableType(tensor.scalar_type()), "A message says that a tensor of type ",
+                    tensor.scalar_type(), " needs gradient.");
         tensor.set_requires_grad(false);
         auto node = c10::make_intrusive<Recv>();
         node->message = as_number(args[0]);
@@ -461,11 +463,11 @@ run(PyObject *, PyObject *const *args, Py_ssize_t count)
     THPObjectPtr weighted(owned(PySequence_Tuple(args[0]))), sums(owned(PyList_New(0)));
     variable_list flowing;
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(weighted.get()); k++) {
-        PyObject *start, *given;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(weighted.get(), k), "OO", &start, &given))
-            return nullptr;
-        edge_list edges = entries(start);
-        THPObjectPtr gradients(owned(PySequence_Tuple(given)));
+        PyObject *pair = PyTuple_GET_ITEM(weighted.get(), k);
+        TORCH_CHECK_TYPE(PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2,
+                         "a start comes with its gradients");
+        edge_list edges = entries(PyTuple_GET_ITEM(pair, 0));
+        THPObjectPtr gradients(owned(PySequence_Tuple(PyTuple_GET_ITEM(pair, 1))));
         TORCH_CHECK_VALUE((size_t)PyTuple_GET_SIZE(gradients.get()) == edges.size(),
                           "there are not as many gradients as edges");
         for (size_t i = 0; i < edges.size(); i++) {

@@ -528,7 +528,7 @@ class Run:
         group.stages = None
 
 
-def run_at_once(
+def run_in_python(
     weighted: Sequence[tuple[Any, Sequence[Tensor | None]]],
     leaves: Collection[Any],
     recvs: Collection[Any],
@@ -559,8 +559,7 @@ def run_at_once(
     return results[: len(leaves)], results[len(leaves) :], sums
 
 
-if compiled is not None:
-    run_at_once = compiled.run
+run_at_once = run_in_python if compiled is None else compiled.run
 
 
 def _explain_reentrant_checkpoint(error: RuntimeError) -> None:

@@ -11,13 +11,10 @@
 
 All of it is compiled (`_graph.cpp`) where telegrad was installed with a compiler and the headers of
 the torch that runs. Otherwise it is what stands here, which does the same and takes longer.
-`TELEGRAD_COMPILED=0` in the environment chooses it, so that the one can be compared with the other.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -26,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from telegrad import native
 from telegrad.autograd import torch_private
 from telegrad.autograd.errors import AutogradError
 from telegrad.rpc.current import find_node
@@ -151,7 +149,12 @@ def receive(
     nodes: list[Any] = []
     for place, index in enumerate(indices):
         tensor = tensors[index].requires_grad_(False)
-        nodes.append(_apply_recv(_ANCHOR, message, place, peer, [tensor]).grad_fn)
+        node = _apply_recv(_ANCHOR, message, place, peer, [tensor]).grad_fn
+        if node is None:
+            raise RuntimeError(
+                f"A message says that a tensor of type {tensor.dtype} needs gradient."
+            )
+        nodes.append(node)
     return nodes
 
 
@@ -177,16 +180,7 @@ def set_names(send: str, recv: str) -> None:
 OWN_NAMES = ("SendBackward", "RecvBackward")
 
 
-def _compiled() -> Any:
-    if os.environ.get("TELEGRAD_COMPILED") == "0":
-        return None
-    try:
-        return importlib.import_module("telegrad.autograd._graph")
-    except ImportError:
-        return None
-
-
-compiled = _compiled()
+compiled = native.compiled("telegrad.autograd._graph")
 """The compiled module, where it is used."""
 
 if compiled is not None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -130,18 +131,17 @@ class Stages:
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
+_start_of = attrgetter("start")
+
+
 def groups_of(sources: Collection[Source]) -> tuple[list[Group], int]:
     """As `form_groups`, without an object of Python for each node on the way; and the number of
     nodes, leaves included."""
-    found, met, count = compiled.walk([source.start for source in sources])
-    groups = [
-        Group([source], leaves, recvs)
-        for source, (leaves, recvs) in zip(sources, found, strict=True)
-    ]
-    if len(groups) == 1:
-        return groups, count
-    for place, source in enumerate(sources):
-        source.group = place
+    found, met, count = compiled.walk([*map(_start_of, sources)])
+    groups: list[Group] = []
+    for source, (leaves, recvs) in zip(sources, found, strict=True):
+        source.group = len(groups)
+        groups.append(Group([source], leaves, recvs))
     return _joined(groups, {}, met, {}) if met else groups, count
 
 

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from telegrad.wire import codec, quick
+from telegrad.wire import codec, names, quick
 from telegrad.wire.codec import CodecError, Packed, Trust, pack, unpack
 from telegrad.wire.frames import Kind, whole
 from telegrad.wire.layouts import DTYPE_CODES
@@ -224,6 +224,86 @@ def test_a_module_that_fails_when_it_is_imported_makes_its_message_unreadable(
         unpack(call, [])
 
 
+def call_of(name: str) -> bytes:
+    start = bytes((0, 0, Tag.TUPLE, 3, Tag.NAMED, len(name))) + name.encode()
+    return start + bytes((Tag.TUPLE, 0, Tag.DICT, 0))
+
+
+NAMES = [
+    "torch:add",
+    "torch:nn.Linear.forward",
+    "torch.ops:aten.add",
+    "torch.ops:aten.add.Tensor",
+    "os.path:join",
+    "os:path.join",
+    "collections:OrderedDict.fromkeys",
+    "torch:__name__",
+    "tests.wire.test_quick:echo",
+    "nowhere:x",
+    "nowhere",
+    "torch",
+    "torch:",
+    ":",
+    ":x",
+    "torch:nn.",
+    "torch:.nn",
+    "torch:nn..Linear",
+    "torch:nn:Linear",
+    "is_none:__class__",
+    "torch:no_such_thing",
+    "raises:anything",
+]
+
+
+@pytest.mark.parametrize("trust", Trust)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_leads_where_it_leads_by_the_long_way(
+    name: str, trust: Trust, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raises(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ValueError("no attribute is computed")
+
+    monkeypatch.setitem(sys.modules, "is_none", None)
+    monkeypatch.setitem(sys.modules, "raises", Raises("raises"))
+    found: list[Any] = []
+    for look_up in (
+        lambda: quick_unpack(call_of(name), [], trust, LIMITS, None)[0],
+        lambda: names.object_named(name, trust),
+    ):
+        try:
+            found.append(look_up())
+        except CodecError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
+
+
+def test_a_name_stands_for_what_has_it_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = call_of("tests.wire.test_quick:echo")
+    assert unpack(message, [])[0] is echo
+    monkeypatch.setattr(sys.modules["tests.wire.test_quick"], "echo", print)
+    assert unpack(message, [])[0] is print
+
+
+def test_a_module_that_is_being_imported_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, made = ModuleType("half_made"), ModuleType("half_made")
+    half.__spec__ = SimpleNamespace(_initializing=True)  # type: ignore[assignment]
+    half.function = None  # type: ignore[attr-defined]
+    made.function = print  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "half_made", half)
+    monkeypatch.setattr(names.importlib, "import_module", lambda _: made)
+    assert unpack(call_of("half_made:function"), [])[0] is print
+
+
+def test_what_arrives_is_the_same_in_inference_mode() -> None:
+    packed = pack(weights().requires_grad_())
+    with torch.inference_mode():
+        tensor = unpack(packed.meta, buffers_of(packed))
+        assert quick_unpack(packed.meta, buffers_of(packed), Trust.CODE, LIMITS, None) is NOT_QUICK
+    assert tensor.requires_grad
+    assert not tensor.is_inference()
+
+
 @pytest.mark.parametrize("left", [0, 4])
 def test_a_tensor_whose_storage_was_given_back_is_refused(left: int) -> None:
     pack(weights())
@@ -351,6 +431,8 @@ def test_buffers_that_are_taken_away_while_they_are_unpacked_are_still_there(
         ("items", 2, False),
         ("items", 1 << 64, True),
         ("depth", 1, False),
+        ("meta", 20, False),
+        ("meta", 1 << 64, True),
     ],
 )
 def test_limits_are_those_of_the_long_way(limit: str, value: Any, taken: bool) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import random
+import signal
 import socket
+import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from telegrad.wire import group, lane, quick, receiving, sending
-from telegrad.wire.connection import READ_BUFFER, SMALL_FRAME, Connection, Incoming, Turn
+from telegrad.wire.connection import READ_BUFFER, SMALL_FRAME, Connection, Incoming
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import INLINE, Frame, FrameLimits, Kind, whole
-from telegrad.wire.link import Link, LinkClosed
+from telegrad.wire.link import Link, LinkBroken, LinkClosed
 from telegrad.wire.receiving import ACK_BYTES, ACK_FRAMES
 from telegrad.wire.session import Session
 from telegrad.wire.stream import PlainStream
@@ -36,11 +39,11 @@ def ends() -> Iterator[tuple[Link, Link]]:
     other.close()
 
 
-def depart(link: Link, *message: Any, most: int = SMALL_FRAME) -> Turn | None:
+def depart(link: Link, *message: Any, most: int = SMALL_FRAME) -> Any:
     return quick.depart(link, *(message or MESSAGE), most)
 
 
-def arrive(link: Link) -> Frame | None:
+def arrive(link: Link) -> Any:
     return quick.arrive(link, ACK_FRAMES, ACK_BYTES)
 
 
@@ -62,23 +65,147 @@ def show(link: Link, data: bytes, start: int = 0) -> None:
     link._start, link._end = start, start + len(data)
 
 
-def test_what_departs_is_numbered_kept_and_to_be_written(ends: tuple[Link, Link]) -> None:
-    link, _ = ends
+def heard(link: Link) -> bytes:
+    """What has come to the other end, unread."""
+    link.stream.set_receive_timeout(1.0)
+    return bytes(link._window[: link.stream.recv_into(link._window)])
+
+
+def test_what_departs_is_numbered_kept_and_written(ends: tuple[Link, Link]) -> None:
+    link, other = ends
     link.session.accept(1, 30)
     link.session.accept(2, 12)
-    turn = depart(link)
+    assert depart(link) is True
     data = whole(*MESSAGE, seq=1, ack=2)
-    assert turn == ([data], len(data), 1)
+    assert heard(other) == data
     assert list(link.session._kept) == [(1, data, len(data) - HEADER)]
     assert link.session.owes_ack() == (0, 0)
     assert link.session.kept_bytes == len(data) - HEADER
-    assert (link._writing, link._ticket, link.sent_bytes) == (True, 1, len(data))
+    assert (link._writing, link._ticket, link._tickets_written) == (False, 1, 1)
+    assert link.sent_bytes == len(data)
     assert not link._lock.locked()
+    link._writing = True
     before = state(link)
     assert depart(link) is None, "somebody writes"
     assert state(link) == before
-    link._write_queue(turn, 1.0)
-    assert depart(link) is not None
+
+
+class Wrapped:
+    """A stream that does all that another does, and counts what it is asked to do."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self.stream, name)
+
+
+class Special(PlainStream):
+    """Another class, whatever it does."""
+
+
+def wrap(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    link.stream = Wrapped(link.stream)  # type: ignore[assignment]
+
+
+def make_special(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    link.stream.__class__ = Special
+
+
+def patch_object(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("try_send", "recv_into", "try_recv_into"):
+        monkeypatch.setattr(link.stream, name, getattr(link.stream, name).__call__)
+
+
+def patch_class(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("try_send", "recv_into", "try_recv_into"):
+        written = getattr(PlainStream, name)
+        monkeypatch.setattr(PlainStream, name, lambda *args, written=written: written(*args))
+
+
+OTHERS: list[Callable[[Link, pytest.MonkeyPatch], None]]
+OTHERS = [wrap, make_special, patch_object, patch_class]
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_only_plain_streams_are_written_to_and_read_quickly(
+    ends: tuple[Link, Link], change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = ends
+    change(link, monkeypatch)
+    data = whole(*MESSAGE, seq=1, ack=0)
+    turn, sent = depart(link)
+    assert (turn, sent) == (([data], len(data), 1), None)
+    assert link._writing
+    link._write_queue(turn, 1.0, sent)
+    assert not link._writing
+    assert heard(other) == data
+    other.send(*MESSAGE[:2])
+    assert arrive(link) is None
+    frame = link.receive()
+    assert frame is not None
+    assert frame.call_id == MESSAGE[1]
+    assert link.take_up() is None
+
+
+def test_what_does_not_fit_is_written_by_who_may_wait(ends: tuple[Link, Link]) -> None:
+    link, other = ends
+    size = 30_000
+    sent = 0
+    while (left := depart(link, 1, sent, b"", bytes(size), [])) is True:
+        sent += 1
+    turn, written = left
+    assert 0 <= written < turn[1]
+    assert link._writing
+    assert depart(link) is None
+    writer = threading.Thread(target=link._write_queue, args=(turn, float("inf"), written))
+    writer.start()
+    came = [other.receive() for _ in range(sent + 1)]
+    writer.join()
+    assert [frame and frame.call_id for frame in came] == [*range(sent + 1)]
+    assert depart(link) is True
+
+
+def test_a_stream_that_has_ended_breaks_the_link_of_its_writer(ends: tuple[Link, Link]) -> None:
+    link, other = ends
+    other.close()
+    turn, sent = depart(link)
+    assert sent == -1
+    assert link.stream.loss is not None
+    assert link.stream.loss.errno == errno.EPIPE
+    link._write_queue(turn, 1.0, sent)
+    assert link.broken
+    assert not link._writing
+    assert link.session.kept_frames == 1
+
+
+def test_who_waits_for_the_writer_is_told_the_long_way(ends: tuple[Link, Link]) -> None:
+    link, other = ends
+    size = len(whole(*MESSAGE, seq=1, ack=0))
+    link._awaiting = 1
+    turn, sent = depart(link)
+    assert (sent, turn[1:]) == (size, (size, 1))
+    assert (link._writing, link._tickets_written) == (True, 0)
+    link._awaiting = 0
+    link._write_queue(turn, 1.0, sent)
+    assert (link._writing, link._tickets_written) == (False, 1)
+
+    class Comes:
+        """Somebody sends just before the bytes are written."""
+
+        def __bool__(self) -> bool:
+            link.send(Kind.POST, 2)
+            return True
+
+    link.stream.crowd = Comes()  # type: ignore[assignment]
+    turn, sent = depart(link)
+    link.stream.crowd = ()
+    assert (sent, turn[2], link._ticket) == (size, 2, 3)
+    link._write_queue(turn, 1.0, sent)
+    assert not link._queue
+    assert [other.receive() is not None for _ in range(3)] == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -90,13 +217,15 @@ def test_what_departs_is_numbered_kept_and_to_be_written(ends: tuple[Link, Link]
         {"freed": [3]},
         {"_lock": "held"},
         {"_lock": None},
+        {"stream": None},
+        {"_tickets_written": None},
     ],
 )
 def test_what_is_not_alone_or_not_whole_departs_the_long_way(
     ends: tuple[Link, Link], change: dict[str, Any]
 ) -> None:
     link, _ = ends
-    original = link._lock
+    original = {name: getattr(link, name) for name in change}
     for name, value in change.items():
         if value == "held":
             value = threading.Lock()
@@ -108,7 +237,8 @@ def test_what_is_not_alone_or_not_whole_departs_the_long_way(
     sent = link.session._sent
     assert depart(link) is None
     assert (link.session._sent, link.session.kept_frames, link._ticket) == (sent, 0, 0)
-    link._lock = original
+    for name, value in original.items():
+        setattr(link, name, value)
 
 
 def test_what_is_too_long_departs_the_long_way(ends: tuple[Link, Link]) -> None:
@@ -118,7 +248,7 @@ def test_what_is_too_long_departs_the_long_way(ends: tuple[Link, Link]) -> None:
     assert depart(link, *MESSAGE, most=size) is None
     assert depart(link, 1, 1, b"", b"", [memoryview(b"x")] * 5) is None
     assert state(link) == before
-    assert depart(link, *MESSAGE, most=size + 1) is not None
+    assert depart(link, *MESSAGE, most=size + 1) is True
 
 
 @pytest.mark.parametrize(
@@ -213,7 +343,7 @@ def test_what_is_not_usual_is_left_to_those_who_know_it(ends: tuple[Link, Link],
 def test_every_part_of_a_frame_is_left_to_those_who_read_on(ends: tuple[Link, Link]) -> None:
     link, _ = ends
     data = whole(*MESSAGE, seq=1, ack=0)
-    for end in range(len(data)):
+    for end in range(1, len(data)):
         show(link, data[:end])
         assert arrive(link) is None
     show(link, data)
@@ -248,6 +378,121 @@ def test_who_owes_an_acknowledgement_goes_the_long_way(ends: tuple[Link, Link]) 
     assert quick.arrive(link, 1, ACK_BYTES) is None
     assert quick.arrive(link, ACK_FRAMES, len(data) - HEADER) is None
     assert quick.arrive(link, 2, len(data) - HEADER + 1) is not None
+
+
+def test_what_has_not_been_read_is_read(ends: tuple[Link, Link]) -> None:
+    link, other = ends
+    other.send(*MESSAGE[:2], MESSAGE[3], MESSAGE[4], MESSAGE[2])
+    other.send(Kind.POST, 8)
+    show(link, b"old", start=9)
+    link._start = link._end
+    assert arrive(link) == Frame(*MESSAGE[:4], [bytearray(b"abc")])
+    assert link.received_bytes == other.sent_bytes == link._end
+    frame = link.take_up()
+    assert frame is not None
+    assert frame.call_id == 8
+    assert link._start == link._end
+    link.stream.set_receive_timeout(0.001)
+    assert arrive(link) is False
+    assert link.receive() is None
+    link.stream.set_receive_timeout(None)
+    assert link.take_up() is None
+
+
+def test_a_part_that_was_read_is_completed(ends: tuple[Link, Link]) -> None:
+    link, other = ends
+    data = whole(*MESSAGE, seq=1, ack=0)
+    other.stream.try_send([data[:60]])
+    assert arrive(link) is None
+    assert (link._start, link._end, link.received_bytes) == (0, 60, 60)
+    other.stream.try_send([data[60:]])
+    frame = link.receive()
+    assert frame is not None
+    assert frame.call_id == 7
+
+
+def test_the_end_of_a_stream_is_found_by_its_reader(ends: tuple[Link, Link]) -> None:
+    link, other = ends
+    other.close()
+    assert arrive(link) is None
+    with pytest.raises(LinkBroken, match="other end closed"):
+        link.receive()
+    assert arrive(link) is None, "it is broken"
+
+
+def test_why_a_stream_has_ended_is_known() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_connection(listener.getsockname())
+    far, _ = listener.accept()
+    link = Link(PlainStream(near))
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    with pytest.raises(LinkBroken):
+        link.receive()
+    assert isinstance(link.stream.loss, ConnectionResetError)
+    link.close()
+    listener.close()
+
+
+class Watcher:
+    """In the place of a lookout."""
+
+    def __init__(self, sees: bool) -> None:
+        self.sees = sees
+        self.told: list[Any] = []
+
+    def wait(self, awaited: int) -> bool:
+        self.told.append(awaited)
+        return self.sees
+
+    def ended(self, came: bool) -> None:
+        self.told.append(came)
+
+
+@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize("crowd", [(), (1,)])
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_lookout_is_told_the_same(
+    ends: tuple[Link, Link], sees: bool, crowd: Any, comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = ends
+    link.stream.set_receive_timeout(0.001)
+    link.stream.crowd, link.stream.awaited = crowd, 5
+    told = []
+    for _ in range(2):
+        watcher = link.stream._lookout = Watcher(sees)  # type: ignore[attr-defined]
+        if comes:
+            other.send(Kind.POST, 1)
+        assert (link.receive() is not None) == comes
+        told.append(watcher.told)
+        the_long_way(monkeypatch)
+    assert told[0] == told[1]
+
+
+def test_a_signal_costs_a_reader_nothing(ends: tuple[Link, Link]) -> None:
+    link, other = ends
+    link.stream.crowd = (1,)  # It sleeps at once.
+    seen: list[int] = []
+
+    def handle(number: int, _: Any) -> None:
+        seen.append(number)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        if len(seen) == 3:
+            other.send(Kind.POST, 6)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            link.receive()
+        frame = link.receive()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert frame is not None
+    assert frame.call_id == 6
+    assert len(seen) >= 3
 
 
 def the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,17 @@
  *   pack, unpack    a call of a function with a few tensors, a tensor, None, and a parcel with a
  *                   few tensors: the bytes that `encode` and `tensors` would write
  *   frame           a frame all of whose buffers are inline: the bytes of `frames.whole`
- *   depart          such a frame, numbered, kept and ready to be written, as `Sending.send` does it
- *   arrive          such a frame, if the window of a link begins with one, as `Receiving.receive`
- *                   does it
+ *   depart          such a frame, numbered, kept and written, as `Sending.send` does it
+ *   arrive          such a frame, read if none is here yet, as `Receiving.receive` does it
  *
  * What is not of such a form, or looks wrong in any way, is left to the Python code: `unpack` then
- * gives NOT_QUICK, and all others but `frame` give None, with nothing done. So this file need not
- * be built: small messages only take longer then.
+ * gives NOT_QUICK, and all others but `frame` give None, with nothing done that Python would not
+ * have done and go on from. So this file need not be built: small messages only take longer then.
+ *
+ * Bytes are written and read here only for a stream that is a `PlainStream` in all that it does. The
+ * calls of the system are those that it makes, with the interpreter let go where it lets go of it:
+ * then all that others may change is looked at again. No signal is handled here: the handler runs
+ * when Python goes on, as after every other step.
  *
  * What must never happen: that a byte is read outside of the message or of a tensor's storage. All
  * numbers that a message holds are compared with what is left of it before they are used. And what
@@ -26,19 +30,23 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <cassert>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <iterator>
 #include <memory>
 #include <new>
+#include <string_view>
 #include <utility>
 
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>
 #include <c10/core/Storage.h>
@@ -60,11 +68,14 @@ enum { MOST_DIMS = 32 };
 
 /* Of other modules, found when this one is imported. */
 static PyObject *tensor_type, *parcel_type, *packed_type, *frame_type, *forward_ad;
-static PyObject *name_of, *object_named, *not_quick, *zero;
+static PyObject *name_of, *object_named, *known_names, *trust_in_code, *not_quick, *zero;
+static PyObject *stream_type, *try_send, *recv_into, *try_recv_into;
 
 #define NAMES(X) \
     X(detach) X(numpy) X(data) X(cast) X(_current_level) X(tensors) X(dims) X(items) X(depth) \
-    X(__self__) X(B) X(acquire) X(release) X(append) X(popleft)
+    X(__self__) X(B) X(acquire) X(release) X(append) X(popleft) X(meta) X(__spec__) X(_initializing) \
+    X(try_send) X(recv_into) X(try_recv_into) X(fileno) X(wait) X(ended) X(crowd) X(awaited) X(loss) \
+    X(_socket) X(_lookout)
 #define DECLARE(name) static PyObject *str_##name;
 NAMES(DECLARE)
 
@@ -350,6 +361,22 @@ has_a_name(PyObject *target)
     return owner.get() == Py_None || PyModule_Check(owner.get()) || PyType_Check(owner.get());
 }
 
+/* Its name, as `names.name_of` tells it. */
+static Ref
+named(PyObject *target, PyObject *trust)
+{
+    if (trust == trust_in_code) {
+        Ref reference(PyWeakref_NewRef(target, NULL));
+        PyObject *name = reference ? PyDict_GetItemWithError(known_names, reference.get()) : NULL;
+        if (name != NULL)
+            return Ref::to(name);
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError))
+            return Ref();
+        PyErr_Clear();
+    }
+    return Ref(PyObject_CallFunctionObjArgs(name_of, target, trust, NULL));
+}
+
 /* A text of less than SHORT characters of ASCII. */
 static int
 is_short(PyObject *text)
@@ -460,10 +487,10 @@ pack_call(PyObject *call, PyObject *trust)
     if (!PyTuple_CheckExact(tensors) || PyTuple_GET_SIZE(tensors) > FEW ||
         !PyDict_CheckExact(kwargs) || PyDict_GET_SIZE(kwargs))
         Py_RETURN_NONE;
-    int named = has_a_name(target);
-    if (named <= 0)
-        return named < 0 ? NULL : Py_NewRef(Py_None);
-    Ref name(PyObject_CallFunctionObjArgs(name_of, target, trust, NULL));
+    int has_one = has_a_name(target);
+    if (has_one <= 0)
+        return has_one < 0 ? NULL : Py_NewRef(Py_None);
+    Ref name = named(target, trust);
     if (!name)
         return NULL;
     return is_short(name.get()) ? packed(tensors, name.get(), NULL) : Py_NewRef(Py_None);
@@ -586,6 +613,54 @@ read_tree(const unsigned char *data, Py_ssize_t size, Py_ssize_t at, Py_ssize_t 
     return tree[0];
 }
 
+/* What an attribute is, if there is one; else empty without an error, unless it is one that no
+ * attribute should cause. */
+static Ref
+attribute(PyObject *object, PyObject *name)
+{
+    Ref found(name ? PyObject_GetAttr(object, name) : NULL);
+    if (!found && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear();
+    return found;
+}
+
+/* A module that was imported to its end; else empty, as by `attribute`. */
+static Ref
+module_named(const char *text, Py_ssize_t size)
+{
+    Ref name(PyUnicode_DecodeASCII(text, size, NULL));
+    Ref module(name ? PyImport_GetModule(name.get()) : NULL);
+    if (!module || module.get() == Py_None)
+        return Ref();
+    Ref spec = attribute(module.get(), str___spec__);
+    Ref begun = spec ? attribute(spec.get(), str__initializing) : Ref();
+    if (PyErr_Occurred() || (begun && begun.get() != Py_False))
+        return Ref();
+    return module;
+}
+
+/* What a name stands for, as `names.object_named` finds it: by its module's attributes, each time
+ * anew. What is not found so is looked for by that, or refused. */
+static Ref
+object_of(const char *text, Py_ssize_t size, PyObject *trust)
+{
+    const char *end = text + size;
+    const char *colon = static_cast<const char *>(memchr(text, ':', (size_t)size));
+    /* `torch.ops` is no module that could be imported. */
+    if (trust == trust_in_code && colon && std::string_view(text, colon) != "torch.ops") {
+        Ref found = module_named(text, colon - text);
+        for (const char *at = colon + 1, *dot; found && at <= end; at = dot + 1) {
+            dot = std::find(at, end, '.');
+            Ref name(PyUnicode_DecodeASCII(at, dot - at, NULL));
+            found = attribute(found.get(), name.get());
+        }
+        if (found || PyErr_Occurred())
+            return found;
+    }
+    Ref name(PyUnicode_DecodeASCII(text, size, NULL));
+    return Ref(name ? PyObject_CallFunctionObjArgs(object_named, name.get(), trust, NULL) : NULL);
+}
+
 /* What is made of a whole message; `target` is its function, or its topic. */
 static PyObject *
 unpacked(int form, Ref target, PyObject *tensors, PyObject *data, Py_ssize_t end)
@@ -617,10 +692,13 @@ read_message(PyObject *message, PyObject *buffers, PyObject *limits, Announced *
     Py_ssize_t size = PyBytes_GET_SIZE(message), at = 2, count = PyTuple_GET_SIZE(buffers);
     if (size < 3 || count > FEW || data[0] != count || data[1])
         return -1;
+    int going = within(limits, str_meta, size);
+    if (going <= 0)
+        return going - 1;
     /* All that is so short is None. */
     if (size == 3)
         return count == 0 && data[2] == TAG_NONE ? TAG_NONE : -1;
-    int going = within(limits, str_tensors, count);
+    going = within(limits, str_tensors, count);
     for (Py_ssize_t i = 0; going > 0 && i < count; i++)
         going = read_record(data, size, &at, limits, PyTuple_GET_ITEM(buffers, i), &announced[i]);
     if (going <= 0)
@@ -639,10 +717,13 @@ read_message(PyObject *message, PyObject *buffers, PyObject *limits, Announced *
 static PyObject *
 native_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 5 || !PyBytes_CheckExact(args[0])) {
+    if (nargs != 5) {
         PyErr_SetString(PyExc_TypeError, "unpack takes bytes, buffers, a trust, limits, a function");
         return NULL;
     }
+    /* What is made in that mode is not what arrives otherwise. */
+    if (!PyBytes_CheckExact(args[0]) || c10::InferenceMode::is_enabled())
+        return Py_NewRef(not_quick);
     PyObject *message = args[0], *trust = args[2], *limits = args[3], *arrive = args[4];
     Ref buffers(PySequence_Tuple(args[1]));
     if (!buffers)
@@ -654,9 +735,9 @@ native_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return form == -1 ? Py_NewRef(not_quick) : NULL;
     Ref target;
     if (form == TAG_TUPLE || form == TAG_PARCEL) {
-        target = Ref(PyUnicode_DecodeASCII(PyBytes_AS_STRING(message) + text, end - text, NULL));
-        if (target && form == TAG_TUPLE)
-            target = Ref(PyObject_CallFunctionObjArgs(object_named, target.get(), trust, NULL));
+        const char *start = PyBytes_AS_STRING(message) + text;
+        target = form == TAG_TUPLE ? object_of(start, end - text, trust)
+                                   : Ref(PyUnicode_DecodeASCII(start, end - text, NULL));
         if (!target)
             return NULL;
     }
@@ -849,8 +930,9 @@ read_frame(const Head *head, const char *start)
 
 /* Where the fields of a connection and of its session lie, which are slots of their classes. */
 #define CONNECTION_FIELDS(X) \
-    X(closed) X(broken) X(freed) X(session) X(sent_bytes) X(_lock) X(_queue) X(_writing) X(_ticket) \
-    X(_window) X(_start) X(_end) X(_large) X(_unsuspicious)
+    X(closed) X(broken) X(freed) X(session) X(stream) X(sent_bytes) X(received_bytes) X(_lock) \
+    X(_queue) X(_writing) X(_awaiting) X(_overdue) X(_ticket) X(_tickets_written) X(_window) X(_start) \
+    X(_end) X(_large) X(_unsuspicious) X(_patience)
 #define SESSION_FIELDS(X) \
     X(_sent) X(_kept) X(_last_kept) X(_kept_total) X(_dropped_total) X(_seen) X(_seen_bytes) \
     X(_reported) X(_reported_bytes)
@@ -861,22 +943,22 @@ SESSION_FIELDS(PLACE)
 
 static PyObject *connection_type, *session_type;
 
-/* The session of a link all of whose fields are there; NULL without an error if that is not so. */
-static PyObject *
+/* The session of a link all of whose fields are there; empty without an error if that is not so. */
+static Ref
 session_of(PyObject *link)
 {
     if (!PyObject_TypeCheck(link, (PyTypeObject *)connection_type)) {
         PyErr_SetString(PyExc_TypeError, "that is not a link");
-        return NULL;
+        return Ref();
     }
 #define IS_THERE(name) && FIELD(object, name) != NULL
     PyObject *object = link;
     if (!(1 CONNECTION_FIELDS(IS_THERE)))
-        return NULL;
+        return Ref();
     object = FIELD(link, session);
     if (!PyObject_TypeCheck(object, (PyTypeObject *)session_type) || !(1 SESSION_FIELDS(IS_THERE)))
-        return NULL;
-    return object;
+        return Ref();
+    return Ref::to(object);
 }
 
 #define NUMBER(object, name) PyLong_AsUnsignedLongLong(FIELD(object, name))
@@ -887,7 +969,7 @@ put(PyObject **field, PyObject *value)
 {
     PyObject *old = *field;
     *field = value;
-    Py_DECREF(old);
+    Py_XDECREF(old);
 }
 
 /* Whether who sends now becomes the writer, of what it sends alone. With the lock held. */
@@ -935,6 +1017,128 @@ stamped(PyObject *link, PyObject *session, PyObject *const *message, Py_ssize_t 
     return turn.release();
 }
 
+/* The lock of a link, if nobody has it: who would have to wait for it goes the long way. */
+class Lock {
+  public:
+    explicit Lock(PyObject *link) : lock_(Ref::to(FIELD(link, _lock)))
+    {
+        held_ = is_true(PyObject_CallMethodOneArg(lock_.get(), str_acquire, Py_False)) > 0;
+    }
+    Lock(const Lock &) = delete;
+    Lock &operator=(const Lock &) = delete;
+    ~Lock()
+    {
+        if (!held_)
+            return;
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        Ref released(PyObject_CallMethodNoArgs(lock_.get(), str_release));
+        PyErr_Restore(type, value, trace);
+    }
+    explicit operator bool() const { return held_; }
+
+  private:
+    Ref lock_;
+    bool held_;
+};
+
+/* Whether an object does that as its class was written to. A test, or a fault that is tried, may
+ * have put something else there: in the class or in the object. */
+static int
+does_as_written(PyObject *object, PyObject *name, PyObject *function)
+{
+    Ref method = attribute(object, name);
+    return method && PyMethod_Check(method.get()) && PyMethod_GET_FUNCTION(method.get()) == function;
+}
+
+/* The descriptor of a plain stream; -1, perhaps with an error set. Whoever has the stream has it
+ * open. */
+static int
+descriptor_of(PyObject *stream)
+{
+    Ref socket(PyObject_GetAttr(stream, str__socket));
+    Ref number(socket ? PyObject_CallMethodNoArgs(socket.get(), str_fileno) : NULL);
+    return number ? (int)PyLong_AsLong(number.get()) : -1;
+}
+
+/* Whether threads wait for what comes by a stream, beside the one that reads; -1 with an error set. */
+static int
+has_crowd(PyObject *stream)
+{
+    return is_true(PyObject_GetAttr(stream, str_crowd));
+}
+
+/* Why a stream has ended, as it says it itself. Python finds that it has when it goes on. */
+static void
+note_loss(PyObject *stream, int number)
+{
+    errno = number;
+    PyErr_SetFromErrno(PyExc_OSError);
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    Ref owned[3] = {Ref(type), Ref(value), Ref(trace)};
+    if (value != NULL)
+        PyObject_SetAttr(stream, str_loss, value);
+}
+
+static constexpr Py_ssize_t ENDED = -1, LEFT_TO_PYTHON = -2, NOTHING_CAME = -3;
+
+/* As `PlainStream.try_send`: how much of these bytes was written, or one of the above. With an
+ * error set only if it is LEFT_TO_PYTHON. */
+static Py_ssize_t
+written_now(PyObject *stream, PyObject *bytes)
+{
+    if ((PyObject *)Py_TYPE(stream) != stream_type ||
+        !does_as_written(stream, str_try_send, try_send))
+        return LEFT_TO_PYTHON;
+    int descriptor = descriptor_of(stream);
+    if (descriptor < 0)
+        return LEFT_TO_PYTHON;
+    int crowd = has_crowd(stream);
+    if (crowd < 0)
+        return LEFT_TO_PYTHON;
+    const char *start = PyBytes_AS_STRING(bytes);
+    size_t size = (size_t)PyBytes_GET_SIZE(bytes);
+    constexpr int flags = MSG_DONTWAIT | MSG_NOSIGNAL;
+    ssize_t sent;
+    int number;
+    if (crowd && size < SMALL) {
+        /* Others wait for the interpreter, and having it back from them would take longer. */
+        sent = send(descriptor, start, size, flags);
+        number = errno;
+    }
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        sent = send(descriptor, start, size, flags);
+        number = errno;
+        Py_END_ALLOW_THREADS
+    }
+    if (sent >= 0)
+        return sent;
+    if (number == EAGAIN || number == EWOULDBLOCK || number == EINTR)
+        return 0;
+    note_loss(stream, number);
+    return PyErr_Occurred() ? LEFT_TO_PYTHON : ENDED;
+}
+
+/* Put the writer's role back after all was written, if nobody has anything for it or waits for it;
+ * else false. As at the end of `Outbox._write_queue`. */
+static bool
+put_back(PyObject *link, PyObject *ticket)
+{
+    if (!session_of(link))
+        return false;
+    Lock lock(link);
+    if (!lock || PyObject_Size(FIELD(link, _queue)) != 0 || NUMBER(link, _awaiting) != 0 ||
+        PyErr_Occurred())
+        return false;
+    put(&FIELD(link, _tickets_written), Py_NewRef(ticket));
+    put(&FIELD(link, _overdue), Py_NewRef(Py_False));
+    put(&FIELD(link, _writing), Py_NewRef(Py_False));
+    return true;
+}
+
 static PyObject *
 native_depart(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -943,43 +1147,53 @@ native_depart(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
                         "depart takes a link, kind, call id, note, meta, buffers, a limit");
         return NULL;
     }
-    PyObject *link = args[0], *session = session_of(link), *turn = NULL;
+    PyObject *link = args[0];
+    Ref session = session_of(link);
     Py_ssize_t most = PyLong_AsSsize_t(args[6]), count = PyObject_Size(args[5]);
     if (PyErr_Occurred())
         return NULL;
-    if (session == NULL || count > FEW)
+    if (!session || count > FEW)
         Py_RETURN_NONE;
-    /* Who would have to wait for the lock goes the long way. */
-    Ref lock = Ref::to(FIELD(link, _lock));
-    int locked = is_true(PyObject_CallMethodOneArg(lock.get(), str_acquire, Py_False));
-    if (locked > 0) {
-        if (is_free(link) && !PyErr_Occurred())
-            turn = stamped(link, session, args + 1, most);
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        Ref released(PyObject_CallMethodNoArgs(lock.get(), str_release));
-        PyErr_Restore(type, value, trace);
+    Ref turn, left(PyTuple_New(2));
+    if (!left)
+        return NULL;
+    if (Lock lock(link); lock && is_free(link) && !PyErr_Occurred())
+        turn = Ref(stamped(link, session.get(), args + 1, most));
+    if (!turn)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    /* From here nothing is raised: who has become the writer has to know it. */
+    PyObject *whole = PyList_GET_ITEM(PyTuple_GET_ITEM(turn.get(), 0), 0);
+    Ref stream = Ref::to(FIELD(link, stream));
+    Py_ssize_t sent = written_now(stream.get(), whole);
+    if (sent == PyBytes_GET_SIZE(whole) && put_back(link, PyTuple_GET_ITEM(turn.get(), 2)))
+        Py_RETURN_TRUE;
+    PyErr_Clear();
+    Ref done = sent == LEFT_TO_PYTHON ? Ref::to(Py_None) : Ref(PyLong_FromSsize_t(sent));
+    if (!done) {
+        /* Small ones are always there. */
+        PyErr_Clear();
+        done = Ref(PyLong_FromLong(ENDED));
     }
-    if (turn == NULL && !PyErr_Occurred())
-        Py_RETURN_NONE;
-    return turn;
+    PyTuple_SET_ITEM(left.get(), 0, turn.release());
+    PyTuple_SET_ITEM(left.get(), 1, done.release());
+    return left.release();
 }
 
 /* Forget what the peer has, as `Session.admit`. -1 with an error set. */
 static int
 drop_kept(PyObject *session, uint64_t ack)
 {
-    PyObject *kept = FIELD(session, _kept);
+    Ref kept = Ref::to(FIELD(session, _kept));
     uint64_t dropped = 0;
-    while (PyObject_Size(kept) > 0) {
-        Ref first(PySequence_GetItem(kept, 0));
+    while (PyObject_Size(kept.get()) > 0) {
+        Ref first(PySequence_GetItem(kept.get(), 0));
         if (!first)
             return -1;
         assert(PyTuple_CheckExact(first.get()) && PyTuple_GET_SIZE(first.get()) == 3);
         if (PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(first.get(), 0)) > ack)
             break;
         dropped += PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(first.get(), 2));
-        Ref gone(PyObject_CallMethodNoArgs(kept, str_popleft));
+        Ref gone(PyObject_CallMethodNoArgs(kept.get(), str_popleft));
         if (!gone)
             break;
     }
@@ -1037,6 +1251,76 @@ taken(PyObject *link, PyObject *session, const View &window, uint64_t frames, ui
     return frame.release();
 }
 
+/* How many bytes came to the window; as `recv`, with the number of an error. What came is known to
+ * the link before anything else happens. With an error set there is no memory for that. */
+static ssize_t
+received(PyObject *link, int descriptor, int flags, const View &window, int *number)
+{
+    ssize_t count;
+    Py_BEGIN_ALLOW_THREADS
+    count = recv(descriptor, window.start(), (size_t)window.size(), flags);
+    *number = errno;
+    Py_END_ALLOW_THREADS
+    if (count > 0) {
+        PyObject *end = PyLong_FromSsize_t(count);
+        PyObject *total =
+            PyLong_FromUnsignedLongLong(NUMBER(link, received_bytes) + (uint64_t)count);
+        if (end != NULL)
+            put(&FIELD(link, _end), end);
+        if (total != NULL)
+            put(&FIELD(link, received_bytes), total);
+    }
+    return count;
+}
+
+/* Fill the empty window, as `PlainStream.recv_into` or `try_recv_into` would: how many bytes,
+ * NOTHING_CAME, or LEFT_TO_PYTHON, perhaps with an error set. */
+static Py_ssize_t
+read_now(PyObject *link, const View &window)
+{
+    Ref stream = Ref::to(FIELD(link, stream));
+    int waits = PyObject_IsTrue(FIELD(link, _patience)), seen = 0, number = 0;
+    if (waits < 0 || (PyObject *)Py_TYPE(stream.get()) != stream_type ||
+        !does_as_written(stream.get(), waits ? str_recv_into : str_try_recv_into,
+                         waits ? recv_into : try_recv_into))
+        return LEFT_TO_PYTHON;
+    int descriptor = descriptor_of(stream.get());
+    if (descriptor < 0)
+        return LEFT_TO_PYTHON;
+    /* Before the read: others look at the window meanwhile. */
+    put(&FIELD(link, _start), Py_NewRef(zero));
+    put(&FIELD(link, _end), Py_NewRef(zero));
+    Ref lookout;
+    if (waits) {
+        Ref awaited(PyObject_GetAttr(stream.get(), str_awaited));
+        lookout = Ref(PyObject_GetAttr(stream.get(), str__lookout));
+        int crowd = lookout && awaited ? has_crowd(stream.get()) : -1;
+        if (crowd == 0)
+            seen = is_true(PyObject_CallMethodOneArg(lookout.get(), str_wait, awaited.get()));
+        if (crowd < 0 || seen < 0)
+            return LEFT_TO_PYTHON;
+    }
+    int flags = waits ? 0 : MSG_DONTWAIT | MSG_NOSIGNAL;
+    ssize_t count = received(link, descriptor, flags, window, &number);
+    if (PyErr_Occurred())
+        return LEFT_TO_PYTHON;
+    bool nothing = count < 0 && (number == EAGAIN || number == EWOULDBLOCK);
+    bool interrupted = count < 0 && number == EINTR;
+    if (count < 0 && !nothing && !interrupted)
+        note_loss(stream.get(), number);
+    if (waits && !seen && !PyErr_Occurred() && has_crowd(stream.get()) == 0) {
+        /* After a signal it is the same wait that goes on. */
+        PyObject *came = nothing || interrupted ? Py_False : Py_True;
+        Ref told(PyObject_CallMethodOneArg(lookout.get(), str_ended, came));
+    }
+    if (PyErr_Occurred())
+        return LEFT_TO_PYTHON;
+    if (nothing)
+        return NOTHING_CAME;
+    /* An end is still one when Python looks, and what a signal has interrupted is begun anew. */
+    return count > 0 ? count : LEFT_TO_PYTHON;
+}
+
 static PyObject *
 native_arrive(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -1044,16 +1328,29 @@ native_arrive(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "arrive takes a link, and how much may be owed to its peer");
         return NULL;
     }
-    PyObject *link = args[0], *session = session_of(link), *frame = NULL;
+    PyObject *link = args[0];
+    Ref session = session_of(link);
     uint64_t frames = PyLong_AsUnsignedLongLong(args[1]), bytes = PyLong_AsUnsignedLongLong(args[2]);
     if (PyErr_Occurred())
         return NULL;
     View window;
-    if (session == NULL || FIELD(link, _large) != Py_None)
+    if (!session || FIELD(link, _large) != Py_None)
         Py_RETURN_NONE;
-    if (!window.hold(FIELD(link, _window), PyBUF_SIMPLE))
+    if (!window.hold(FIELD(link, _window), PyBUF_WRITABLE))
         return NULL;
-    frame = taken(link, session, window, frames, bytes);
+    if (PyLong_AsSsize_t(FIELD(link, _start)) == PyLong_AsSsize_t(FIELD(link, _end))) {
+        if (FIELD(link, broken) != Py_False || FIELD(link, closed) != Py_False)
+            Py_RETURN_NONE;
+        Py_ssize_t came = read_now(link, window);
+        if (came == NOTHING_CAME)
+            Py_RETURN_FALSE;
+        if (came == LEFT_TO_PYTHON)
+            return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+        session = session_of(link);
+        if (!session || FIELD(link, _large) != Py_None)
+            Py_RETURN_NONE;
+    }
+    PyObject *frame = taken(link, session.get(), window, frames, bytes);
     if (frame == NULL && !PyErr_Occurred())
         Py_RETURN_NONE;
     return frame;
@@ -1082,6 +1379,15 @@ find(const char *module, const char *name, PyObject **place)
     PyObject *imported = PyImport_ImportModule(module);
     *place = imported ? PyObject_GetAttrString(imported, name) : NULL;
     Py_XDECREF(imported);
+    return *place != NULL;
+}
+
+static int
+find_in(const char *module, const char *type, const char *name, PyObject **place)
+{
+    PyObject *found;
+    Ref owned(find(module, type, &found) ? found : NULL);
+    *place = owned ? PyObject_GetAttrString(owned.get(), name) : NULL;
     return *place != NULL;
 }
 
@@ -1132,6 +1438,12 @@ native_exec(PyObject *module)
                 find("torch.autograd", "forward_ad", &forward_ad) &&
                 find("telegrad.wire.names", "name_of", &name_of) &&
                 find("telegrad.wire.names", "object_named", &object_named) &&
+                find("telegrad.wire.names", "known_names", &known_names) &&
+                find_in("telegrad.wire.trust", "Trust", "CODE", &trust_in_code) &&
+                find("telegrad.wire.stream", "PlainStream", &stream_type) &&
+                find_in("telegrad.wire.stream", "PlainStream", "try_send", &try_send) &&
+                find_in("telegrad.wire.stream", "PlainStream", "recv_into", &recv_into) &&
+                find_in("telegrad.wire.stream", "PlainStream", "try_recv_into", &try_recv_into) &&
                 find("telegrad.wire.frames", "Frame", &frame_type) &&
                 find("telegrad.wire.packed", "Packed", &packed_type) &&
                 find("telegrad.wire.parcel", "Parcel", &parcel_type) &&
@@ -1154,9 +1466,9 @@ static PyMethodDef methods[] = {
     {"frame", (PyCFunction)(void (*)(void))native_frame, METH_FASTCALL,
      "frame(kind, call_id, note, meta, buffers, seq, ack): the bytes of a frame"},
     {"depart", (PyCFunction)(void (*)(void))native_depart, METH_FASTCALL,
-     "depart(link, kind, call_id, note, meta, buffers, most): what is to be written, or None"},
+     "depart(link, kind, call_id, note, meta, buffers, most): True, what is left to do, or None"},
     {"arrive", (PyCFunction)(void (*)(void))native_arrive, METH_FASTCALL,
-     "arrive(link, frames, bytes): the next frame, or None"},
+     "arrive(link, frames, bytes): the next frame, False if none came, or None"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from telegrad.wire.trust import Limits, Trust
 
 def pack(obj: Any, trust: Trust) -> Packed | None: ...
 def unpack(
-    meta: bytes,
+    meta: bytes | bytearray | memoryview,
     buffers: Sequence[ByteBuffer],
     trust: Trust,
     limits: Limits,
@@ -34,5 +34,5 @@ def depart(
     meta: bytes,
     buffers: Sequence[memoryview],
     most: int,
-) -> Turn | None: ...
-def arrive(link: Connection, frames: int, bytes_: int) -> Frame | None: ...
+) -> tuple[Turn, int | None] | Literal[True] | None: ...
+def arrive(link: Connection, frames: int, bytes_: int) -> Frame | Literal[False] | None: ...

@@ -123,6 +123,9 @@ def unpack(
     `arrive` is given the tensors before anything refers to them, and gives those to use instead.
     Raises `CodecError` for whatever is wrong with the message, and what `arrive` raises.
     """
+    value = quick.unpack(meta, buffers, trust, limits, arrive)
+    if value is not NOT_QUICK:
+        return value
     if torch.is_inference_mode_enabled():
         # What arrives is the same whichever thread reads it: one that waits may be in that mode.
         with torch.inference_mode(False):
@@ -130,9 +133,6 @@ def unpack(
     if len(meta) > limits.meta:
         raise CodecError(f"{len(meta)} bytes of metadata pass the limit of {limits.meta}")
     data = meta if type(meta) is bytes else bytes(meta)
-    value = quick.unpack(data, buffers, trust, limits, arrive)
-    if value is not NOT_QUICK:
-        return value
     decoder = Decoder(data, buffers, scope, trust, limits)
     try:
         _read_tensors(decoder)

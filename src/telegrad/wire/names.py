@@ -49,6 +49,8 @@ EXTENSIONS_BY_NAME: dict[str, Extension] = {}
 # By identity: an object that compares equal to an exported one is another object.
 _exported: dict[int, object] = {}
 _names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+known_names: dict[Any, str] = _names.data  # type: ignore[attr-defined]
+"""The same by weak reference, as `_native.cpp` looks at it."""
 
 
 def export(target: T) -> T:

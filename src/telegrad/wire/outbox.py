@@ -87,19 +87,17 @@ class Outbox(Connection):
         finally:
             self._awaiting -= 1
 
-    def _write_queue(self, turn: Turn, deadline: float) -> None:
-        """Write what was taken from the queue, and then what has come to it, until it is empty."""
+    def _write_queue(self, turn: Turn, deadline: float, sent: int | None = None) -> None:
+        """Write what was taken from the queue, and then what has come to it, until it is empty.
+        `sent`: so many bytes of it were written already, or -1 if that has ended the stream."""
         while True:
             parts, size, ticket = turn
             try:
-                sent = 0
-                if len(parts) == 1:
-                    # As a rule it leaves at once.
-                    try:
-                        sent = self.stream.try_send(parts)
-                    except OSError:
-                        self.mark_broken()
-                        sent = size
+                if sent is None:
+                    sent = self._sent_at_once(parts)
+                if sent < 0:
+                    self.mark_broken()
+                    sent = size
                 rest = self._write(_rest(parts, sent), size - sent, deadline) if sent < size else []
             except BaseException:
                 self.mark_broken()
@@ -123,7 +121,16 @@ class Outbox(Connection):
                     # who brings one after finds nobody writing.
                     self._writing = self._overdue = False
                     return
-                turn = self._take_turn()
+                turn, sent = self._take_turn(), None
+
+    def _sent_at_once(self, parts: list[Bytes]) -> int:
+        """What leaves of a single part, as a rule all; -1 if the stream has ended."""
+        if len(parts) != 1:
+            return 0
+        try:
+            return self.stream.try_send(parts)
+        except OSError:
+            return -1
 
     def _leave_unwritten(self, rest: list[Bytes]) -> None:
         """Write no more for now. Callers are let go, so nothing may stay in their memory."""

@@ -7,7 +7,7 @@ They take the messages that nearly all traffic consists of. Their bytes are thos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ def pack(obj: Any, trust: Trust) -> Packed | None:
 
 
 def unpack(
-    meta: bytes,
+    meta: bytes | bytearray | memoryview,
     buffers: Sequence[ByteBuffer],
     trust: Trust,
     limits: Limits,
@@ -45,15 +45,21 @@ def depart(
     meta: bytes,
     buffers: Sequence[memoryview],
     most: int,
-) -> Turn | None:
-    """Number a frame and keep it; what its writer has to write, if its sender has become that, and
-    nothing else is on the queue, and the frame has less than so many bytes, all of them inline."""
+) -> tuple[Turn, int | None] | Literal[True] | None:
+    """Number a frame, keep it and write it, if nobody else writes and nothing else is on the queue,
+    and it has less than so many bytes, all of them inline.
+
+    True: it is done. Else its sender has become the writer, of the turn, and so many bytes are
+    written: some, all with others to be told, -1 if the stream has ended, None if that is still to
+    be tried.
+    """
     return None
 
 
-def arrive(link: Connection, frames: int, bytes_: int) -> Frame | None:
+def arrive(link: Connection, frames: int, bytes_: int) -> Frame | Literal[False] | None:
     """The next frame, if all of it is in the window, inline, and new, and fewer frames and bytes
-    than these are owed an acknowledgement then."""
+    than these are owed an acknowledgement then. An empty window is filled before. False: nothing
+    came in the time for it."""
     return None
 
 

@@ -53,7 +53,12 @@ class Receiving(Outbox):
         """The next frame; None if the stream's receive timeout passed first."""
         try:
             while True:
-                if self._large is not None:
+                if self._large is None:
+                    # As nearly all are; the rest of this is for the others.
+                    found = arrive(self, ACK_FRAMES, ACK_BYTES)
+                    if found is not None:
+                        return found or None
+                else:
                     if not self._fill_large(self._large):
                         return None
                     rows = self._large.header[3]
@@ -69,10 +74,6 @@ class Receiving(Outbox):
                 have = self._end - self._start
                 need = HEADER_SIZE
                 if have >= HEADER_SIZE:
-                    # As nearly all are; the rest of this is for the others.
-                    frame = arrive(self, ACK_FRAMES, ACK_BYTES)
-                    if frame is not None:
-                        return frame
                     header = HEADER.unpack_from(self._window, self._start)
                     kind, _, note_length, rows, freed, meta_length, total, _, _, _ = header
                     known = ROW * rows + SLOT * freed + note_length + meta_length
@@ -120,6 +121,8 @@ class Receiving(Outbox):
 
     def has_frame(self) -> bool:
         """Whether a whole small frame has been read already, and nothing of it is waited for."""
+        if self._end == self._start:
+            return False
         have = self._end - self._start
         if have < HEADER_SIZE or self._arriving is not None:
             return False

@@ -85,12 +85,15 @@ class Sending(Outbox):
         At the `deadline` (of `time.monotonic`) it returns although the peer does not read: the rest
         of the frame, copied, stays on the queue.
         """
-        # As nearly all are: one piece, of which nothing is in the arena or the user's, and nobody
-        # else writes; the rest of this is for the others.
-        turn = None if later else depart(self, kind, call_id, note, meta, buffers, SMALL_FRAME)
-        if turn is not None:
-            self._write_queue(turn, deadline)
-            return
+        if not later:
+            # As nearly all are: one piece, of which nothing is in the arena or the user's, and
+            # nobody else writes; the rest of this is for the others.
+            left = depart(self, kind, call_id, note, meta, buffers, SMALL_FRAME)
+            if left is True:
+                return
+            if left is not None:
+                self._write_queue(left[0], deadline, left[1])
+                return
         inline = 0
         if buffers:
             if self._lane is not None or self.widen is not None or self._group is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from telegrad.nn.ambient import ambient
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.torch_private import has_hooks
 from telegrad.rpc.reference_messages import ReferenceId
-from telegrad.rpc.relays import MOST_STAGES
+from telegrad.rpc.relays import MOST_STAGES, course_through
 
 
 class RemoteSequential(nn.Sequential):
@@ -35,45 +34,59 @@ class RemoteSequential(nn.Sequential):
     def forward(self, input: Any) -> Any:
         if is_dynamo_compiling():
             return super().forward(input)  # type: ignore[no-untyped-call]
-        for is_remote, run in groupby(self, _is_remote):
-            if is_remote:
-                input = _passed_through(list(run), input)
-            else:
-                for module in run:
-                    input = module(input)
-        return input
+        row: list[RemoteModule] = []
+        for module in self._modules.values():
+            if _is_remote(module):
+                row.append(module)
+                continue
+            if row:
+                input = _passed_through(row, input)
+                row = []
+            input = module(input)
+        return _passed_through(row, input) if row else input
 
 
-def _is_remote(module: nn.Module) -> bool:
+def _is_remote(module: nn.Module | None) -> TypeGuard[RemoteModule]:
     """A subclass that computes otherwise than on its worker alone is called as any module."""
     return isinstance(module, RemoteModule) and type(module).forward is RemoteModule.forward
 
 
-def _passed_through(modules: Sequence[Any], value: Any) -> Any:
+def _passed_through(modules: Sequence[RemoteModule], value: Any) -> Any:
     last = modules[-1]
-    if 1 < len(modules) <= MOST_STAGES and type(value) is torch.Tensor and ambient() is None:
-        stages = _as_relay(modules)
-        if stages is not None:
+    if (
+        1 < len(modules) <= MOST_STAGES
+        and type(value) is torch.Tensor
+        and ambient() is None
+        and not has_hooks(last)  # Somebody here is to see what the last one is given.
+    ):
+        node = last.rref._node
+        stages, has_bounds = _stages_elsewhere(modules, node.info.id)
+        if stages:
+            bound = _longest(modules, node.timeout) if has_bounds else None
+            course = course_through(tuple(stages), "forward_plainly")
             name = f"a RemoteSequential of {len(modules)} modules"
-            node = last.rref._node
-            bound = _longest(modules, node.timeout)
-            return node.relays.run(stages, "forward_plainly", value, bound, name)
+            return node.relays.run(course, value, bound, name)
     for module in modules[:-1]:
         value = module.lazy(value)
     return last(value)
 
 
-def _as_relay(modules: Sequence[RemoteModule]) -> list[ReferenceId] | None:
-    """The stages of a relay; None if not all are elsewhere, or if somebody here is to see what the
-    last one is given."""
+def _stages_elsewhere(
+    modules: Sequence[RemoteModule], here: int
+) -> tuple[list[ReferenceId], bool]:
+    """The stages of a relay, none if not all are elsewhere; and whether any has a bound."""
     stages = []
-    is_any_here = False
+    has_bounds = False
     for module in modules:
         rref = module.rref
         rref._check_usable("a call of the module")
-        is_any_here |= rref.is_owner()
-        stages.append(rref._reference)
-    return None if is_any_here or has_hooks(modules[-1]) else stages
+        reference = rref._reference
+        if reference.owner == here:
+            return [], False
+        if module.timeout is not None:
+            has_bounds = True
+        stages.append(reference)
+    return stages, has_bounds
 
 
 def _longest(modules: Sequence[RemoteModule], of_job: float) -> float:

@@ -101,6 +101,8 @@ class Node:
         self._closed_callbacks: list[Callable[[], object]] = []
         self._unread_callbacks: list[Callable[[int, Frame, str], object]] = []
         self._lost: dict[int, str] = {}
+        self.has_losses = False
+        """Whether any worker is lost."""
         self.coroutines = Coroutines()
         self._made = Tally()
         self._finished = Tally()
@@ -549,6 +551,7 @@ class Node:
         if worker in self._lost or self.closed:
             return []
         self._lost[worker] = reason
+        self.has_losses = True
         self.members.lost(worker)
         name = self.members.name(worker)
         failed = self.calls.fail(worker, self.loss_of(worker))
@@ -569,11 +572,6 @@ class Node:
         if self.none_returns is not None:
             reason = f"{reason}; {self.none_returns}"
         return WorkerLost.of(self.members.name(worker), reason)
-
-    @property
-    def has_losses(self) -> bool:
-        """Whether any worker is lost."""
-        return bool(self._lost)
 
     def is_lost(self, worker: int) -> bool:
         return worker in self._lost

@@ -139,6 +139,12 @@ class RRef(Generic[T]):
         return self._node.wait(begin_fetch(self, timeout))  # type: ignore[no-any-return]
 
     def _check_usable(self, what: str) -> None:
+        node, creation = self._node, self._creation
+        if node.closed or node.values.lost or (creation is not None and creation.error is not None):
+            self._refuse_unusable(what)
+
+    def _refuse_unusable(self, what: str) -> None:
+        """As `_check_usable`, where there may be something to refuse."""
         if self._node.closed:
             raise not_initialized(
                 f"{self!r} belongs to a job that has been shut down: {what} failed"

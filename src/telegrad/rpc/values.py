@@ -102,7 +102,8 @@ class Values:
         self._stored: dict[ReferenceId, object] = {}
         self._waiters: dict[ReferenceId, list[_Waiter]] = {}
         self.patience_with_promise = PATIENCE_WITH_PROMISE + node.liveness
-        self._lost: dict[ForkId, ReferenceLost] = {}
+        self.lost: dict[ForkId, ReferenceLost] = {}
+        """The references whose values cannot be had any more."""
         self._actions: deque[Action] = deque()
         self._acting = False
         self._mail = Mail(node, self._changed, self._receive)
@@ -220,7 +221,7 @@ class Values:
                 handle = self._deaths.popleft()
                 self._core.drop(handle)
                 if isinstance(handle, ForkId):
-                    self._lost.pop(handle, None)
+                    self.lost.pop(handle, None)
         self._act()
 
     def holds(self) -> int:
@@ -260,9 +261,7 @@ class Values:
 
     def loss(self, handle: Handle) -> BaseException | None:
         """Why the value behind this handle cannot be had, ready to be raised."""
-        if not self._lost:
-            return None
-        error = self._lost.get(handle) if isinstance(handle, ForkId) else None
+        error = self.lost.get(handle) if isinstance(handle, ForkId) else None
         return None if error is None else afresh(error)
 
     def when_ready(
@@ -463,7 +462,7 @@ class Values:
                     self._changed.notify_all()
             case Lost(fork, error):
                 with self._guard:
-                    self._lost[fork] = error
+                    self.lost[fork] = error
                     self._changed.notify_all()
             case Failed(reference):
                 with self._guard:

@@ -30,7 +30,7 @@ from torch.compiler import is_dynamo_compiling
 
 from telegrad.nn.ambient import ambient
 from telegrad.nn.hosted import HostedModule, host
-from telegrad.nn.lazy import Lazy, lazily, lent
+from telegrad.nn.lazy import PLAIN, Lazy, lazily, lent
 from telegrad.rpc import CallFuture, RRef, TelegradError, WorkerInfo, rpc_sync
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.rref import begin_method, finish_method
@@ -39,7 +39,6 @@ from telegrad.wire.codec import extend
 T = TypeVar("T")
 
 _numbers = itertools.count()
-_PLAIN = {torch.Tensor, Lazy}
 _VERSIONS = "versions on the worker"
 _SHARED = {*vars(nn.Module()), "rref", "remote_device", "timeout", "_number", "_needs_gradients"}
 """What each face of a module has by itself; the rest of its attributes are those of a subclass."""
@@ -305,7 +304,7 @@ class RemoteModule(nn.Module):
 def _request(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
     """The method of the hosted module that runs it, and what that is given."""
     around = ambient()
-    if around is None and not kwargs and {*map(type, args)} <= _PLAIN:
+    if around is None and not kwargs and {*map(type, args)} <= PLAIN:
         return "forward_plainly", args
     return "forward", (around, args, kwargs)
 

@@ -71,9 +71,7 @@ def _passed_through(modules: Sequence[RemoteModule], value: Any) -> Any:
     return last(value)
 
 
-def _stages_elsewhere(
-    modules: Sequence[RemoteModule], here: int
-) -> tuple[list[ReferenceId], bool]:
+def _stages_elsewhere(modules: Sequence[RemoteModule], here: int) -> tuple[list[ReferenceId], bool]:
     """The stages of a relay, none if not all are elsewhere; and whether any has a bound."""
     stages = []
     has_bounds = False

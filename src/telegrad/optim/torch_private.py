@@ -33,19 +33,39 @@ def announced_if_anyone_listens(step: _F) -> _F:
 
 
 _ANNOUNCING = Optimizer.profile_hook_step(lambda self: None).__code__
+_CHOOSING_GRAD_MODE = torch_optimizer._use_grad_for_differentiable(lambda self: None).__code__
 
 
 def step_quietly(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, without torch's wrapper around it where nobody listens.
+    """`optimizer.step()`, without torch's wrappers around it where nobody listens.
 
-    A step that anyone else has wrapped, or has put into the object, is left as it is.
+    The outer one runs hooks and tells the profiler; the inner one, which most optimizers have, sets
+    the grad mode and tells Dynamo, which does not look here, to stop. A step that anyone else has
+    wrapped, or has put into the object, is left as it is.
     """
-    step: Any = type(optimizer).step
-    is_torchs = getattr(step, "__code__", None) is _ANNOUNCING and "step" not in vars(optimizer)
-    if is_torchs and not _is_listened_to(optimizer):
-        step.__wrapped__(optimizer)
-    else:
+    bare, chooses_mode = _unwrapped(type(optimizer).step)
+    if bare is None or "step" in vars(optimizer) or _is_listened_to(optimizer):
         optimizer.step()
+    elif chooses_mode:
+        mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(optimizer.defaults["differentiable"])
+        try:
+            bare(optimizer)
+        finally:
+            torch._C._set_grad_enabled(mode)
+    else:
+        bare(optimizer)
+
+
+@functools.lru_cache
+def _unwrapped(step: Any) -> tuple[Callable[[Optimizer], object] | None, bool]:
+    """What torch has wrapped, if it has; and whether the grad mode has to be set around it."""
+    if getattr(step, "__code__", None) is not _ANNOUNCING:
+        return None, False
+    inner = step.__wrapped__
+    if getattr(inner, "__code__", None) is _CHOOSING_GRAD_MODE:
+        return inner.__wrapped__, True
+    return inner, False
 
 
 def _is_listened_to(optimizer: Optimizer) -> bool:

@@ -107,7 +107,7 @@ class Node:
         self._made = Tally()
         self._finished = Tally()
         self.values = Values(self)
-        self.relays = Relays(self, ValueRequests(self).call_named)
+        self.relays = Relays(self, ValueRequests(self).invoke)
         for name, factory in _services.items():
             self.services[name] = factory(self)
 

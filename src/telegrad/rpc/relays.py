@@ -146,11 +146,11 @@ class _Expected(NamedTuple):
 class Relays:
     """The relays of one worker: those that it drives, passes on and brings to their end."""
 
-    def __init__(self, node: Node, call_method: Callable[[ReferenceId, str, Any], object]) -> None:
-        """`call_method` runs a method of a value here."""
+    def __init__(self, node: Node, invoke: Callable[..., object]) -> None:
+        """`invoke` runs a method of a value here: see `ValueRequests`."""
         self._node = node
         self._me = node.info.id
-        self._call_method = call_method
+        self._invoke = invoke
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._driven: dict[Ticket, _Driven] = {}
@@ -301,7 +301,7 @@ class Relays:
     def _run(self, course: Course, value: Any, finish: Finish) -> None:
         """Run the stage and hand on what it returns."""
         try:
-            result = self._call_method(course.here, course.method, (value,))
+            result = self._invoke(self._me, course.here, course.method, (value,), {})
             if type(result) is Later:
                 result.subscribe(finish)
                 return

@@ -55,7 +55,8 @@ from telegrad.rpc.results import Finish
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
 
-_ABSENT = object()
+ABSENT = object()
+"""What `Values.stored` can give for a value that is not there."""
 PATIENCE_WITH_LANES = 1.0
 PATIENCE_WITH_PROMISE = 60.0
 """Seconds by which the request that makes a value may come later than a reference to it; and by
@@ -100,6 +101,8 @@ class Values:
         self._changed = node.runtime.condition()
         self._guard = self._changed.guard
         self._stored: dict[ReferenceId, object] = {}
+        self.stored = self._stored.get
+        """An owned value that is there already, by its reference; else what is given besides."""
         self._waiters: dict[ReferenceId, list[_Waiter]] = {}
         self.patience_with_promise = PATIENCE_WITH_PROMISE + node.liveness
         self.lost: dict[ForkId, ReferenceLost] = {}
@@ -330,8 +333,8 @@ class Values:
 
     def find(self, reference: ReferenceId) -> tuple[bool, object, BaseException | None]:
         """Whether an owned value need not be waited for; then the value, or what went wrong."""
-        value = self._stored.get(reference, _ABSENT)
-        if value is not _ABSENT:
+        value = self._stored.get(reference, ABSENT)
+        if value is not ABSENT:
             return True, value, None
         with self._guard:
             state = self._core.state(reference)

@@ -328,9 +328,13 @@ class Node:
 
     def serve(self, sender: int, frame: Frame) -> Reply | None:
         """Run a request on this thread. None: the answer comes later, or there is none."""
-        if frame.kind == Kind.POST:
-            self._serve_post(sender, frame)
-            return None
+        if frame.kind == Kind.CALL:
+            return self.serve_call(sender, frame)
+        self.serve_post(sender, frame)
+        return None
+
+    def serve_call(self, sender: int, frame: Frame) -> Reply | None:
+        """As `serve`, for a call."""
         try:
             request, scope = self._open(sender, frame)
             if type(request) is Parcel:
@@ -450,7 +454,8 @@ class Node:
 
         later.subscribe(finish)
 
-    def _serve_post(self, sender: int, frame: Frame) -> None:
+    def serve_post(self, sender: int, frame: Frame) -> None:
+        """As `serve`, for a post."""
         try:
             try:
                 message, scope = self._open(sender, frame)
@@ -461,9 +466,9 @@ class Node:
             topic, payload = (message.topic, message) if type(message) is Parcel else message
             # Not every value can be hashed or shown in time: see wire/hashing.py.
             handler = self._topics.get(topic) if type(topic) is str else None
-            self.served = kind_of(topic)
             if handler is None:
                 raise CodecError(f"a post for an unknown topic came from {sender}")
+            self.served = hash(topic)
             if scope is None:
                 handler(sender, payload)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -12,8 +13,10 @@ from torch.compiler import is_dynamo_compiling
 from telegrad.nn.ambient import ambient
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.torch_private import has_hooks
-from telegrad.rpc.reference_messages import ReferenceId
 from telegrad.rpc.relays import MOST_STAGES, course_through
+
+_reference_of = attrgetter("rref._reference")
+_timeout_of = attrgetter("timeout")
 
 
 class RemoteSequential(nn.Sequential):
@@ -36,7 +39,7 @@ class RemoteSequential(nn.Sequential):
             return super().forward(input)  # type: ignore[no-untyped-call]
         row: list[RemoteModule] = []
         for module in self._modules.values():
-            if _is_remote(module):
+            if type(module) is RemoteModule or _is_remote(module):
                 row.append(module)
                 continue
             if row:
@@ -59,11 +62,12 @@ def _passed_through(modules: Sequence[RemoteModule], value: Any) -> Any:
         and ambient() is None
         and not has_hooks(last)  # Somebody here is to see what the last one is given.
     ):
+        for module in modules:
+            module.rref._check_usable("a call of the module")
         node = last.rref._node
-        stages, has_bounds = _stages_elsewhere(modules, node.info.id)
-        if stages:
-            bound = _longest(modules, node.timeout) if has_bounds else None
-            course = course_through(tuple(stages), "forward_plainly")
+        course = course_through(tuple(map(_reference_of, modules)), "forward_plainly")
+        if node.info.id not in course.owners:
+            bound = _longest({*map(_timeout_of, modules)}, node.timeout)
             name = f"a RemoteSequential of {len(modules)} modules"
             return node.relays.run(course, value, bound, name)
     for module in modules[:-1]:
@@ -71,23 +75,8 @@ def _passed_through(modules: Sequence[RemoteModule], value: Any) -> Any:
     return last(value)
 
 
-def _stages_elsewhere(modules: Sequence[RemoteModule], here: int) -> tuple[list[ReferenceId], bool]:
-    """The stages of a relay, none if not all are elsewhere; and whether any has a bound."""
-    stages = []
-    has_bounds = False
-    for module in modules:
-        rref = module.rref
-        rref._check_usable("a call of the module")
-        reference = rref._reference
-        if reference.owner == here:
-            return [], False
-        if module.timeout is not None:
-            has_bounds = True
-        stages.append(reference)
-    return stages, has_bounds
-
-
-def _longest(modules: Sequence[RemoteModule], of_job: float) -> float:
-    """The longest of their bounds; 0 is none, and so the longest of all."""
-    bounds = [of_job if module.timeout is None else module.timeout for module in modules]
-    return 0 if 0 in bounds else max(bounds)
+def _longest(bounds: set[float | None], of_job: float) -> float:
+    """The longest of the bounds of modules; 0 is none, and so the longest of all."""
+    if None in bounds:
+        bounds = bounds - {None} | {of_job}
+    return 0 if 0 in bounds else max(bounds)  # type: ignore[type-var, return-value]

@@ -412,8 +412,19 @@ class DistributedOptimizer(Optimizer):
                 "several times per step cannot be distributed."
             )
         self._opt_called = True  # Schedulers of torch ask for it.
-        self._check_context(context_id)
+        context = self._check_context(context_id)
         self._refuse_after_failure()
+        changed = changed_options(self.param_groups, self._sent)
+        if not (self._accumulated or self._treatments or self._atomic or changed) and (
+            context is not None and context is current_context()
+        ):
+            # As nearly always: calls of this thread carry the context by themselves.
+            stepped, failed = self._parts.attempt(
+                "step_here", dict.fromkeys(self._parts.by_owner, ())
+            )
+            if failed:
+                self._fail(failed, tuple(stepped))
+            return
         used = set(self._accumulated)
         if context_id is not None and self._treatments.get(None):
             raise OptimizerError(
@@ -427,18 +438,12 @@ class DistributedOptimizer(Optimizer):
                 "the context in which backward ran, or accumulate() some before."
             )
         treatments = tuple(self._treatments.pop(context_id, ()))
-        changed = changed_options(self.param_groups, self._sent)
         number = next(self._numbers) if self._atomic else None
-        if treatments or changed or number is not None or not _is_current(context_id):
-            calls = {
-                owner: (context_id, treatments, self._of_owner(changed, owner), number)
-                for owner in self._parts.by_owner
-            }
-            stepped, failed = self._parts.attempt("step", calls)
-        else:
-            stepped, failed = self._parts.attempt(
-                "step_here", dict.fromkeys(self._parts.by_owner, ())
-            )
+        calls = {
+            owner: (context_id, treatments, self._of_owner(changed, owner), number)
+            for owner in self._parts.by_owner
+        }
+        stepped, failed = self._parts.attempt("step", calls)
         if number is None:
             if failed:
                 self._fail(failed, tuple(stepped))
@@ -575,12 +580,6 @@ def _refuse_in_graph(what: str) -> None:
             f"{what} cannot be a part of a graph: enter the context outside of the compiled "
             f"function, and call {what} there, between the compiled part and step."
         )
-
-
-def _is_current(context_id: int | None) -> bool:
-    """Whether calls of this thread carry that context by themselves."""
-    context = current_context()
-    return context is not None and context.id == context_id
 
 
 def _by_owner(index: int, members: Iterable[Member], options: Options) -> dict[str, Group]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from telegrad.rpc.loans import Loan
 from telegrad.rpc.reference_messages import ForkId, ReferenceId, Transfer
+from telegrad.wire.codec import Packed, pack
 from telegrad.wire.parcel import Parcel
 
 FETCH = "fetch"
@@ -70,6 +71,12 @@ def call_parcel(
     return Parcel(
         CREATE_BY_METHOD, _TRANSFER.pack(*created.reference, *created.fork) + data, tensors
     )
+
+
+@lru_cache(_MOST_METHODS)
+def call_without_arguments(reference: ReferenceId, name: str) -> Packed:
+    """The whole message: it is the same each time."""
+    return pack(Parcel(METHOD, _write_method(reference, name), ()))
 
 
 @lru_cache(_MOST_METHODS)

@@ -27,7 +27,7 @@ import contextlib
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -84,14 +84,14 @@ class Course:
     """Where a relay is, and where it leads. It is the same for every tensor that goes this way: a
     driver makes it once, and each stage reads it once."""
 
-    __slots__ = ("here", "is_through", "last", "method", "onward", "stages", "to", "written")
+    __slots__ = ("here", "is_through", "last", "method", "onward", "owners", "to", "written")
 
     def __init__(self, stages: tuple[ReferenceId, ...], method: str, at: int = 0) -> None:
         """The stages are values, each with its worker; the relay is at the one of that place."""
         if len(stages) > MOST_STAGES:
             raise ValueError(f"a relay of more than {MOST_STAGES} stages")
-        self.stages = stages
         self.method = method
+        self.owners = frozenset(stage.owner for stage in stages)
         self.here = stages[at]
         self.last = stages[-1].owner
         self.is_through = at == len(stages) - 1
@@ -184,7 +184,7 @@ class Relays:
         driven = self._driven[ticket] = _Driven(course)
         try:
             # What is lost later finds the entry.
-            for worker in self._lost_among(course.stages) if node.has_losses else ():
+            for worker in self._lost_on(course) if node.has_losses else ():
                 raise node.loss_of(worker)
             try:
                 return self._drive(driven, data, tensor, timeout, name)
@@ -216,9 +216,9 @@ class Relays:
             self._fail(driven, driven.error)
         return node.wait(pending)
 
-    def _lost_among(self, stages: Iterable[ReferenceId]) -> Iterable[int]:
-        """The workers of these stages that are gone."""
-        return [stage.owner for stage in stages if self._node.is_lost(stage.owner)]
+    def _lost_on(self, course: Course) -> list[int]:
+        """The workers on that way that are gone."""
+        return list(filter(self._node.is_lost, course.owners))
 
     def _fail(self, driven: _Driven, error: Any) -> None:
         """The driver's call will not be answered as it should."""
@@ -237,7 +237,7 @@ class Relays:
         driven = self._driven.get(ticket)
         if driven is None:
             return
-        if all(stage.owner != sender for stage in driven.course.stages):
+        if sender not in driven.course.owners:
             raise ValueError("a relay failed on a worker that is none of its stages")
         self._fail(driven, rebuild_error(told_error(told), self._node.trust))
 
@@ -374,7 +374,7 @@ class Relays:
             arrive(finish)
         elif self._node.has_losses:
             # A loss before the entry was made was told to nobody.
-            for worker in self._lost_among(course.stages):
+            for worker in self._lost_on(course):
                 self._let_go_of(worker)
 
     def _on_over(self, sender: int, ticket: Any) -> None:
@@ -394,7 +394,7 @@ class Relays:
 
     def _on_lost(self, worker: int, reason: str) -> None:
         for driven in list(self._driven.values()):
-            if any(stage.owner == worker for stage in driven.course.stages):
+            if worker in driven.course.owners:
                 self._fail(driven, self._node.loss_of(worker))
         self._let_go_of(worker)
 
@@ -404,8 +404,7 @@ class Relays:
             gone = [
                 ticket
                 for ticket, expected in self._expected.items()
-                if worker == _driver_of(ticket)
-                or any(each.owner == worker for each in expected.course.stages)
+                if worker == _driver_of(ticket) or worker in expected.course.owners
             ]
             lost = [self._expected.pop(ticket) for ticket in gone]
             for kept in (self._early, self._over):

@@ -20,7 +20,7 @@ from telegrad.rpc.errors import (
 )
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.loans import take_all
-from telegrad.rpc.methods import call_parcel
+from telegrad.rpc.methods import call_parcel, call_without_arguments
 from telegrad.rpc.node import Node
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.passage import Passage
@@ -370,7 +370,12 @@ def begin_method(
     rref._check_usable("a call of one of its methods")
     node, reference = rref._node, rref._reference
     owner = node.members.member(reference.owner).info
-    written = call_parcel(reference, name, args) if message is None and not kwargs else message
+    written: Packed | Parcel | None = message
+    if message is None and not kwargs:
+        if args:
+            written = call_parcel(reference, name, args)
+        else:
+            written = call_without_arguments(reference, name)
     call = () if written is not None else (tuple(reference), name, args, kwargs or {})
     pending = node.call(owner, INVOKE, call, None, timeout, None, written, leaving)
     pending.target = Method(rref, name)

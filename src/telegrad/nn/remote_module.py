@@ -33,7 +33,7 @@ from telegrad.nn.hosted import HostedModule, host
 from telegrad.nn.lazy import PLAIN, Lazy, lazily, lent
 from telegrad.rpc import CallFuture, RRef, TelegradError, WorkerInfo, rpc_sync
 from telegrad.rpc.outside import refuse_in_graph
-from telegrad.rpc.rref import begin_method, finish_method
+from telegrad.rpc.rref import begin_method
 from telegrad.wire.codec import extend
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class RemoteModule(nn.Module):
         lenders: list[RRef[Any]] = []  # kept while this waits
         method, request = _request(args, kwargs)
         pending = begin_method(self.rref, self.timeout, method, lent(request, lenders))
-        return finish_method(self.rref, pending)
+        return self.rref._node.wait(pending)
 
     def forward_async(self, /, *args: Any, **kwargs: Any) -> CallFuture:
         """As a call, but gives a future at once. Hooks of this object do not run."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
-from telegrad.autograd.api import autograd_of, backward, known_mode, retrieve_context, run_pass
+from telegrad.autograd.api import autograd_of, backward, known_mode, run_pass
 from telegrad.autograd.context import Context, current_context
 from telegrad.autograd.messages import Mode, Sequel
 from telegrad.autograd.messages import Options as PassOptions
@@ -225,7 +225,7 @@ class DistributedOptimizer(Optimizer):
         """The context, if there is such a one and its gradients would not count twice."""
         if context_id is None:
             return None
-        context = retrieve_context(context_id)
+        context = autograd_of().context(context_id)
         if context_id in self._accumulated:
             raise OptimizerError(
                 f"The gradients of context {context_id} have been accumulated and would count "

@@ -29,7 +29,7 @@ import struct
 import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -136,11 +136,8 @@ class _Driven:
         """What went wrong on the way, be it before there was a call."""
 
 
-class _Expected(NamedTuple):
-    """What the last worker keeps: the way, and how to answer the driver."""
-
-    course: Course
-    finish: Finish
+_Expected = tuple[Course, Finish]
+"""What the last worker keeps: the way, and how to answer the driver."""
 
 
 class Relays:
@@ -283,7 +280,7 @@ class Relays:
                 if ticket not in self._over and not node.is_lost(_driver_of(ticket)):
                     self._early[ticket] = partial(self._run_within, scope, course, value)
                 return
-        self._run(course, value, expected.finish)
+        self._run(course, value, expected[1])
 
     def _refuse(self) -> NoReturn:
         raise Refused(f"worker {self._node.info.name!r} takes data only and passes none on")
@@ -367,7 +364,7 @@ class Relays:
             is_over = ticket in self._over
             arrive = self._early.pop(ticket, None)
             if arrive is None and not is_over:
-                self._expected[ticket] = _Expected(course, finish)
+                self._expected[ticket] = course, finish
         if is_over:
             finish(None, _over())
         elif arrive is not None:
@@ -390,7 +387,7 @@ class Relays:
             if len(self._over) > MOST_OVER:
                 del self._over[next(iter(self._over))]
         if expected is not None:
-            expected.finish(None, _over())
+            expected[1](None, _over())
 
     def _on_lost(self, worker: int, reason: str) -> None:
         for driven in list(self._driven.values()):
@@ -403,15 +400,15 @@ class Relays:
         with self._lock:
             gone = [
                 ticket
-                for ticket, expected in self._expected.items()
-                if worker == _driver_of(ticket) or worker in expected.course.owners
+                for ticket, (course, _) in self._expected.items()
+                if worker == _driver_of(ticket) or worker in course.owners
             ]
             lost = [self._expected.pop(ticket) for ticket in gone]
             for kept in (self._early, self._over):
                 for ticket in [ticket for ticket in kept if _driver_of(ticket) == worker]:
                     del kept[ticket]
-        for expected in lost:
-            expected.finish(None, self._node.loss_of(worker))
+        for _, finish in lost:
+            finish(None, self._node.loss_of(worker))
 
 
 def _over() -> TelegradError:

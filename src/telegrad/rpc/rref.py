@@ -263,17 +263,19 @@ def remote_reference(
         rref._creation.target = target
         return rref
     created = node.values.name_remote(to.id)
-    data = (tuple(created.reference), tuple(created.fork))
 
     def settled(pending: Pending) -> None:
         _settle_creation(node, to, created, pending)
         if on_created is not None:
             on_created(pending)
 
-    request = (data, target, args, kwargs or {})
     late = partial(_end_creation, node, to, created)
     try:
         written = None if write is None else write(created)
+        request: tuple[object, ...] = ()
+        if written is None:
+            data = (tuple(created.reference), tuple(created.fork))
+            request = (data, target, args, kwargs or {})
         creation = node.call(to, "create", request, None, timeout, settled, written, on_late=late)
     except BaseException:
         node.values.abandon(created)
@@ -362,7 +364,7 @@ def begin_method(
     message: Packed | None = None,
     leaving: list[Callable[[], None]] | None = None,
 ) -> Pending:
-    """Begin a call of a method of the value, for one who will `finish_method` it.
+    """Begin a call of a method of the value, for one who will wait for it (`Node.wait`).
 
     The short way for telegrad's own parts: no future that others might wait for as well. `message`
     is the `invocation` if it was written before; `leaving` is for calls that are to leave together.
@@ -387,11 +389,6 @@ def invocation(
 ) -> tuple[object, ...]:
     """What `begin_method` sends."""
     return (INVOKE, (tuple(rref._reference), name, args, kwargs), {})
-
-
-def finish_method(rref: RRef[Any], pending: Pending) -> Any:
-    """Wait for what `begin_method` began: its result, or its error."""
-    return rref._node.wait(pending)
 
 
 def remote_method(
@@ -514,7 +511,6 @@ __all__ = [
     "begin_fetch",
     "begin_method",
     "call_method",
-    "finish_method",
     "remote_method",
     "remote_reference",
 ]

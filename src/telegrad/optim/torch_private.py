@@ -43,29 +43,21 @@ def step_quietly(optimizer: Optimizer) -> None:
     the grad mode and tells Dynamo, which does not look here, to stop. A step that anyone else has
     wrapped, or has put into the object, is left as it is.
     """
-    bare, chooses_mode = _unwrapped(type(optimizer).step)
-    if bare is None or "step" in vars(optimizer) or _is_listened_to(optimizer):
+    step: Any = type(optimizer).step
+    is_torchs = getattr(step, "__code__", None) is _ANNOUNCING and "step" not in vars(optimizer)
+    if not is_torchs or _is_listened_to(optimizer):
         optimizer.step()
-    elif chooses_mode:
-        mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(optimizer.defaults["differentiable"])
-        try:
-            bare(optimizer)
-        finally:
-            torch._C._set_grad_enabled(mode)
-    else:
-        bare(optimizer)
-
-
-@functools.lru_cache
-def _unwrapped(step: Any) -> tuple[Callable[[Optimizer], object] | None, bool]:
-    """What torch has wrapped, if it has; and whether the grad mode has to be set around it."""
-    if getattr(step, "__code__", None) is not _ANNOUNCING:
-        return None, False
+        return
     inner = step.__wrapped__
-    if getattr(inner, "__code__", None) is _CHOOSING_GRAD_MODE:
-        return inner.__wrapped__, True
-    return inner, False
+    if getattr(inner, "__code__", None) is not _CHOOSING_GRAD_MODE:
+        inner(optimizer)
+        return
+    mode = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(optimizer.defaults["differentiable"])
+    try:
+        inner.__wrapped__(optimizer)
+    finally:
+        torch._C._set_grad_enabled(mode)
 
 
 def _is_listened_to(optimizer: Optimizer) -> bool:

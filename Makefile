@@ -70,7 +70,7 @@ bench-floor: $(READY)  ## what a step of training takes at least, by processes w
 bench-cold: $(READY)  ## what code costs that runs once in a step of training
 	$(BIN)/python -m benchmarks.cold --write
 
-bytecodes: $(READY)  ## how many instructions of Python a call, a hop and a step take; ARGS=--files
+bytecodes: $(READY)  ## how many instructions of Python a call, a hop and a step take; ARGS=--files, --functions
 	$(BIN)/python -m benchmarks.bytecodes $(ARGS)
 
 bench-train: $(READY)  ## a training step over remote parts, stock and telegrad interleaved

@@ -38,6 +38,46 @@ def test_torch_is_still_wrapping_steps_in_the_way_that_is_left_out(
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [SGD, Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_torch_is_still_choosing_the_grad_mode_in_the_way_that_is_left_out(
+    kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, optimizer = made(kind)
+    monkeypatch.setattr(torch, "set_grad_enabled", None)
+    step_quietly(optimizer)
+    with pytest.raises(TypeError):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_a_step_has_the_grad_mode_that_it_asks_for_and_leaves_the_callers(
+    mode: bool, differentiable: bool
+) -> None:
+    seen = []
+
+    class Seeing(SGD):
+        def _init_group(self, *args: Any) -> Any:
+            seen.append(torch.is_grad_enabled())
+            return super()._init_group(*args)
+
+    leaf, optimizer = made(SGD, differentiable=differentiable)
+    optimizer.__class__ = Seeing
+    leaf.grad = None  # A leaf that needs gradient cannot be changed in place.
+    with torch.set_grad_enabled(mode):
+        step_quietly(optimizer)
+        assert torch.is_grad_enabled() is mode
+    assert seen == [differentiable]
+
+
+def test_after_a_step_that_fails_the_grad_mode_is_the_callers() -> None:
+    _, optimizer = made(SGD)
+    optimizer.param_groups[0].pop("momentum")
+    with pytest.raises(KeyError):
+        step_quietly(optimizer)
+    assert torch.is_grad_enabled()
+
+
 def test_hooks_are_heard() -> None:
     _, optimizer = made(SGD)
     heard = []

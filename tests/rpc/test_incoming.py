@@ -95,8 +95,11 @@ class Callee:
         self.silence: Any = threading.Condition()
         self.slow_functions = SlowFunctions()
         self.awaited: list[str] = []
+        self.lost: list[str] = []
         limits = default_limits(Trust.CODE)
-        self.node = SimpleNamespace(limits=limits, serve=self._serve, served=0)
+        self.node = SimpleNamespace(
+            limits=limits, serve_call=self._serve, serve_post=self._serve, served=0
+        )
         here, there = streams()
         self.caller = Link(there)
         member: Any = SimpleNamespace(info=WorkerInfo("caller", 0))
@@ -112,6 +115,9 @@ class Callee:
 
     def await_return(self, incoming: Incoming, broken: object, reason: str) -> None:
         self.awaited.append(reason)
+
+    def lose(self, worker: int, reason: str) -> None:
+        self.lost.append(reason)
 
     def come_back(self) -> None:
         """The caller goes on over another connection, as visitors.py has it do."""
@@ -170,6 +176,16 @@ def test_a_link_that_is_mended_while_its_leader_gives_up_is_read(callee: Callee)
     callee.caller.send(Kind.POST, 1)
     assert callee.has_served(1)
     assert callee.awaited == []
+
+
+@pytest.mark.parametrize("kind", [Kind.REPLY, Kind.ERROR])
+def test_what_is_no_request_is_not_served(callee: Callee, kind: Kind) -> None:
+    """It would be a call that no limit counts."""
+    callee.incoming.start()
+    callee.caller.send(Kind.CALL, 1)
+    callee.caller.send(kind, 2)
+    assert inside.when_settled(lambda: callee.lost == ["it sent an answer where requests come"])
+    assert callee.served == [1]
 
 
 def test_who_runs_a_request_while_its_link_is_mended_reads_there_no_more(callee: Callee) -> None:

@@ -41,8 +41,9 @@ def test_arguments_arrive_at_their_places(args: tuple[Any, ...]) -> None:
         assert came is left if type(left) is torch.Tensor else came == left
     creation = call_parcel(VALUE, "größer", args, CREATED)
     assert creation is not None
-    created, call = read_creation(creation)
-    assert (created, call.name, len(call.args)) == (CREATED, "größer", len(args))
+    created, (reference, name, arrived) = read_creation(creation)
+    assert (created, reference, name) == (CREATED, VALUE, "größer")
+    assert len(arrived) == len(args)
 
 
 @pytest.mark.parametrize(

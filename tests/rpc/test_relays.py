@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from telegrad.rpc import relays
 from telegrad.rpc.current import current_node
 from telegrad.rpc.errors import LostWithWorker
 from telegrad.rpc.reference_messages import ReferenceId
-from telegrad.rpc.relays import Course, read_course
+from telegrad.rpc.relays import Course, read_course, write_ticket
 from telegrad.testing import Faults, Result, WorkerKilled, seeds, simulate, sleep, worker_globals
 from telegrad.wire.parcel import Parcel
 from tests.rpc import data_functions, functions
@@ -62,8 +61,8 @@ class Stage:
 def relay(
     stages: list[rpc.RRef[Any]], x: Tensor, method: str = "times", timeout: float | None = None
 ) -> Any:
-    references = [stage._reference for stage in stages]
-    return current_node().relays.run(references, method, x, timeout, "a relay of this test")
+    course = Course(tuple([stage._reference for stage in stages]), method)
+    return current_node().relays.run(course, x, timeout, "a relay of this test")
 
 
 def make(owners: str | list[str], weights: list[float] | None = None) -> list[rpc.RRef[Any]]:
@@ -82,25 +81,35 @@ def product(weights: list[float]) -> Tensor:
 
 
 def course(at: int = 1) -> Course:
-    return Course((7, 9), at, (ReferenceId(1, 2, 3), ReferenceId(4, 5, 6)), "times")
+    return Course((ReferenceId(1, 2, 3), ReferenceId(4, 5, 6)), "times", at)
 
 
-def test_a_course_is_read_as_it_was_written() -> None:
-    assert read_course(course().write()) == course()
-    assert not course(0).is_through
-    assert course().is_through
-    assert course().last == course().here.owner
+def told_by(course: Course) -> list[Any]:
+    return [getattr(course, name) for name in Course.__slots__]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_course_is_read_as_it_was_written(at: int) -> None:
+    assert told_by(read_course(course(at).written)) == told_by(course(at))
+
+
+def test_a_course_leads_from_one_stage_to_the_next() -> None:
+    first, last = course(0), course(1)
+    assert not first.is_through
+    assert last.is_through
+    assert first.onward == last.written
+    assert first.to == last.here.owner == first.last == last.last
 
 
 def test_what_is_no_course_is_refused_in_words() -> None:
-    data = course().write()
+    data = course().written
     for cut in range(len(data) - len("times")):
         with pytest.raises(ValueError, match="a relay that"):
             read_course(data[:cut])
     with pytest.raises(ValueError, match="none of its stages"):
-        read_course(struct.pack("<QQBB", 1, 2, 0, 0))
+        read_course(bytes((0, 0)))
     with pytest.raises(ValueError, match="none of its stages"):
-        read_course(course()._replace(at=2).write())
+        read_course(bytes((2,)) + data[1:])
 
 
 # On the simulator.
@@ -301,6 +310,50 @@ def fail_and_go_on() -> None:
 def test_after_a_relay_that_failed_its_context_goes_on() -> None:
     for seed in seeds(20):
         assert simulate(fail_and_go_on, seed=seed).leaks == {}, seed
+
+
+def drive_slowly(error: type[Exception], method: str, weights: list[float]) -> None:
+    """The tensor has left, and it takes a while until the call does that waits for its end."""
+    stages = make("bcd", weights)
+    for stage in stages:
+        stage.to_here()
+    node = current_node()
+    post = node.post
+
+    def slowly(to: int, topic: str, *rest: Any) -> None:
+        post(to, topic, *rest)
+        if topic == relays.PASS_ON:
+            sleep(20)
+
+    node.post = slowly  # type: ignore[method-assign]
+    with autograd.context(), pytest.raises(error):
+        relay(stages, torch.ones(3), method, 0)
+    node.post = post  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_failure_that_is_told_before_there_is_a_call_counts(at: int) -> None:
+    weights = [1.0, 1.0, 1.0]
+    weights[at] = -1.0
+    for seed in seeds(5):
+        result = simulate(
+            lambda: drive_slowly(ArithmeticError, "fails_below", weights), names, seed=seed
+        )
+        assert result.error is None
+        assert result.leaks == {}, seed
+
+
+@pytest.mark.parametrize("victim", "bcd")
+def test_a_loss_before_there_is_a_call_counts(victim: str) -> None:
+    for seed in seeds(5):
+        result = simulate(
+            lambda: drive_slowly(rpc.WorkerLost, "slowly", [0.0, 40.0, 0.0]),
+            names,
+            seed=seed,
+            faults=Faults().kill(victim, after=10.0),
+        )
+        assert result.error is None
+        assert result.leaks == {}, seed
 
 
 # Over sockets.
@@ -587,9 +640,9 @@ def references_of(owners: list[str]) -> list[tuple[int, ...]]:
 
 
 def raised_by(references: list[tuple[int, ...]], method: str, x: Tensor) -> str:
-    stages = [ReferenceId(*each) for each in references]
+    course = Course(tuple([ReferenceId(*each) for each in references]), method)
     with pytest.raises(rpc.WorkerLost) as caught:
-        current_node().relays.run(stages, method, x, 0, "a relay of this test")
+        current_node().relays.run(course, x, 0, "a relay of this test")
     return str(caught.value)
 
 
@@ -670,16 +723,18 @@ def ids() -> dict[str, int]:
 def lie_about(to: str, driver: int, owner: int, tensors: int = 1) -> None:
     """Have a worker keep the end of a relay that nobody drives."""
     stages = (ReferenceId(owner, 0, 0), ReferenceId(owner, 0, 1))
-    told = Course((driver, 1), 1, stages, "doubled").write()
+    ticket = write_ticket(driver, 1)
+    told = ticket + Course(stages, "doubled", 1).written
     say(to, relays.PASS_ON, Parcel(relays.PASS_ON, told, [torch.ones(1) for _ in range(tensors)]))
+    say(to, relays.OVER, ticket)
     say(to, relays.OVER, told)
-    say(to, relays.FAILED, (told, {}))
+    say(to, relays.FAILED, (ticket, {}))
     say(to, relays.FAILED, told)
     call(to, data_functions.scale, 1)  # what was said before it has been heard
 
 
 def expect(to: str, driver: int, owner: int) -> str:
-    told = Course((driver, 1), 0, (ReferenceId(owner, 0, 0),) * 2, "doubled").write()
+    told = write_ticket(driver, 1) + Course((ReferenceId(owner, 0, 0),) * 2, "doubled").written
     node = current_node()
     try:
         info = node.members.find(to)
@@ -720,10 +775,8 @@ def test_what_is_not_so_is_not_kept(make_job: MakeJob) -> None:
 
 def remember_many() -> int:
     node = current_node()
-    data = course()._replace(ticket=(node.info.id, 0))
     for number in range(relays.MOST_OVER + 100):
-        told = data._replace(ticket=(node.info.id, number)).write()
-        node.relays._on_over(node.info.id, told)
+        node.relays._on_over(node.info.id, write_ticket(node.info.id, number))
     return remembered()
 
 

@@ -58,9 +58,9 @@ def ambient() -> Ambient | None:
     A call that is made in a context takes the caller's grad mode along.
     """
     context = current_context()
-    regions = tuple(_autocast_regions())
-    if context is not None and not regions:
+    if context is not None and not any(map(torch.is_autocast_enabled, _device_types())):
         return None
+    regions = tuple(_autocast_regions())
     return Ambient(torch.is_grad_enabled() and context is not None, regions)
 
 

@@ -69,6 +69,10 @@ def run_where_it_is(
         return function(*args, **kwargs)
 
 
+PLAIN = {torch.Tensor, Lazy}
+"""What most arguments of modules are."""
+
+
 def _backward(
     lazy: Lazy[Any], context_id: int, timeout: float | None, options: dict[str, Any]
 ) -> None:
@@ -89,8 +93,13 @@ def lent(value: Any, lenders: list[RRef[Any]]) -> Any:
     if type(value) is Lazy:
         lenders.append(value.rref)
         return Loan.of(value.rref)
-    if type(value) is tuple and {*map(type, value)} <= _TENSORS:
-        return value
+    if type(value) is tuple:
+        kinds = {*map(type, value)}
+        if kinds <= _TENSORS:
+            return value
+        if kinds <= PLAIN:
+            lenders += [each.rref for each in value if type(each) is Lazy]
+            return tuple([Loan.of(x.rref) if type(x) is Lazy else x for x in value])
     if isinstance(value, list | tuple | dict):
         return with_each(value, lambda item: lent(item, lenders))
     return value

@@ -30,16 +30,15 @@ from torch.compiler import is_dynamo_compiling
 
 from telegrad.nn.ambient import ambient
 from telegrad.nn.hosted import HostedModule, host
-from telegrad.nn.lazy import Lazy, lazily, lent
+from telegrad.nn.lazy import PLAIN, Lazy, lazily, lent
 from telegrad.rpc import CallFuture, RRef, TelegradError, WorkerInfo, rpc_sync
 from telegrad.rpc.outside import refuse_in_graph
-from telegrad.rpc.rref import begin_method, finish_method
+from telegrad.rpc.rref import begin_method
 from telegrad.wire.codec import extend
 
 T = TypeVar("T")
 
 _numbers = itertools.count()
-_PLAIN = {torch.Tensor, Lazy}
 _VERSIONS = "versions on the worker"
 _SHARED = {*vars(nn.Module()), "rref", "remote_device", "timeout", "_number", "_needs_gradients"}
 """What each face of a module has by itself; the rest of its attributes are those of a subclass."""
@@ -114,7 +113,7 @@ class RemoteModule(nn.Module):
         lenders: list[RRef[Any]] = []  # kept while this waits
         method, request = _request(args, kwargs)
         pending = begin_method(self.rref, self.timeout, method, lent(request, lenders))
-        return finish_method(self.rref, pending)
+        return self.rref._node.wait(pending)
 
     def forward_async(self, /, *args: Any, **kwargs: Any) -> CallFuture:
         """As a call, but gives a future at once. Hooks of this object do not run."""
@@ -305,7 +304,7 @@ class RemoteModule(nn.Module):
 def _request(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
     """The method of the hosted module that runs it, and what that is given."""
     around = ambient()
-    if around is None and not kwargs and {*map(type, args)} <= _PLAIN:
+    if around is None and not kwargs and {*map(type, args)} <= PLAIN:
         return "forward_plainly", args
     return "forward", (around, args, kwargs)
 

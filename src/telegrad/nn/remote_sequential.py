@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -13,8 +13,10 @@ from torch.compiler import is_dynamo_compiling
 from telegrad.nn.ambient import ambient
 from telegrad.nn.remote_module import RemoteModule
 from telegrad.nn.torch_private import has_hooks
-from telegrad.rpc.reference_messages import ReferenceId
-from telegrad.rpc.relays import MOST_STAGES
+from telegrad.rpc.relays import MOST_STAGES, course_through
+
+_reference_of = attrgetter("rref._reference")
+_timeout_of = attrgetter("timeout")
 
 
 class RemoteSequential(nn.Sequential):
@@ -35,48 +37,46 @@ class RemoteSequential(nn.Sequential):
     def forward(self, input: Any) -> Any:
         if is_dynamo_compiling():
             return super().forward(input)  # type: ignore[no-untyped-call]
-        for is_remote, run in groupby(self, _is_remote):
-            if is_remote:
-                input = _passed_through(list(run), input)
-            else:
-                for module in run:
-                    input = module(input)
-        return input
+        row: list[RemoteModule] = []
+        for module in self._modules.values():
+            if type(module) is RemoteModule or _is_remote(module):
+                row.append(module)
+                continue
+            if row:
+                input = _passed_through(row, input)
+                row = []
+            input = module(input)
+        return _passed_through(row, input) if row else input
 
 
-def _is_remote(module: nn.Module) -> bool:
+def _is_remote(module: nn.Module | None) -> TypeGuard[RemoteModule]:
     """A subclass that computes otherwise than on its worker alone is called as any module."""
     return isinstance(module, RemoteModule) and type(module).forward is RemoteModule.forward
 
 
-def _passed_through(modules: Sequence[Any], value: Any) -> Any:
+def _passed_through(modules: Sequence[RemoteModule], value: Any) -> Any:
     last = modules[-1]
-    if 1 < len(modules) <= MOST_STAGES and type(value) is torch.Tensor and ambient() is None:
-        stages = _as_relay(modules)
-        if stages is not None:
+    if (
+        1 < len(modules) <= MOST_STAGES
+        and type(value) is torch.Tensor
+        and ambient() is None
+        and not has_hooks(last)  # Somebody here is to see what the last one is given.
+    ):
+        for module in modules:
+            module.rref._check_usable("a call of the module")
+        node = last.rref._node
+        course = course_through(tuple(map(_reference_of, modules)), "forward_plainly")
+        if node.info.id not in course.owners:
+            bound = _longest({*map(_timeout_of, modules)}, node.timeout)
             name = f"a RemoteSequential of {len(modules)} modules"
-            node = last.rref._node
-            bound = _longest(modules, node.timeout)
-            return node.relays.run(stages, "forward_plainly", value, bound, name)
+            return node.relays.run(course, value, bound, name)
     for module in modules[:-1]:
         value = module.lazy(value)
     return last(value)
 
 
-def _as_relay(modules: Sequence[RemoteModule]) -> list[ReferenceId] | None:
-    """The stages of a relay; None if not all are elsewhere, or if somebody here is to see what the
-    last one is given."""
-    stages = []
-    is_any_here = False
-    for module in modules:
-        rref = module.rref
-        rref._check_usable("a call of the module")
-        is_any_here |= rref.is_owner()
-        stages.append(rref._reference)
-    return None if is_any_here or has_hooks(modules[-1]) else stages
-
-
-def _longest(modules: Sequence[RemoteModule], of_job: float) -> float:
-    """The longest of their bounds; 0 is none, and so the longest of all."""
-    bounds = [of_job if module.timeout is None else module.timeout for module in modules]
-    return 0 if 0 in bounds else max(bounds)
+def _longest(bounds: set[float | None], of_job: float) -> float:
+    """The longest of the bounds of modules; 0 is none, and so the longest of all."""
+    if None in bounds:
+        bounds = bounds - {None} | {of_job}
+    return 0 if 0 in bounds else max(bounds)  # type: ignore[type-var, return-value]

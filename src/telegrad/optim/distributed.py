@@ -35,10 +35,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
-from telegrad.autograd.api import autograd_of, backward, known_mode, retrieve_context, run_pass
-from telegrad.autograd.context import current_context
+from telegrad.autograd.api import autograd_of, backward, known_mode, run_pass
+from telegrad.autograd.context import Context, current_context
+from telegrad.autograd.messages import Mode, Sequel
 from telegrad.autograd.messages import Options as PassOptions
-from telegrad.autograd.messages import Sequel
 from telegrad.optim.errors import OptimizerError, StepFailed
 from telegrad.optim.options import (
     Options,
@@ -110,6 +110,8 @@ class DistributedOptimizer(Optimizer):
         self._atomic = atomic
         self._here = get_worker_info().name
         self._numbers = itertools.count()
+        self._usual_passes: dict[Mode, PassOptions] = {}
+        """What is said in a pass that makes a step, if no option has changed."""
         super().__init__(_as_groups(params), {})
         self._found_parts()
 
@@ -219,17 +221,18 @@ class DistributedOptimizer(Optimizer):
             self._accumulated.discard(context_id)
             raise
 
-    def _check_context(self, context_id: int | None) -> None:
-        """That there is such a context, and that its gradients would not count twice."""
+    def _check_context(self, context_id: int | None) -> Context | None:
+        """The context, if there is such a one and its gradients would not count twice."""
         if context_id is None:
-            return
-        retrieve_context(context_id)
+            return None
+        context = autograd_of().context(context_id)
         if context_id in self._accumulated:
             raise OptimizerError(
                 f"The gradients of context {context_id} have been accumulated and would count "
                 "twice: step() applies what was accumulated, without the context's id, and "
                 "clip_grad_norm_(None, ...) clips it."
             )
+        return context
 
     def clip_grad_norm_(
         self,
@@ -330,33 +333,42 @@ class DistributedOptimizer(Optimizer):
         pass of its context, the step comes after the pass, as if called by itself.
         """
         if not is_dynamo_compiling():
-            self._check_context(context_id)
+            context = self._check_context(context_id)
             self._refuse_after_failure()
-            changed = changed_options(self.param_groups, self._sent)
-            data = None if self._steps_apart(context_id) else write_options(changed)
-            if data is not None:
-                self._leave_unsettled(changed)
-                pass_options = PassOptions(
-                    mode=known_mode(mode), sequel=Sequel(self._parts.key, data)
-                )
-                self._step_in_pass(context_id, roots, pass_options, timeout)
-                return
+            if context is not None and not self._steps_apart(context):
+                changed = changed_options(self.param_groups, self._sent)
+                options = self._of_pass(known_mode(mode), changed)
+                if options is not None:
+                    self._step_in_pass(context_id, roots, options, timeout)
+                    return
         backward(context_id, roots, mode=mode, timeout=timeout)
         self.step(context_id)
 
-    def _steps_apart(self, context_id: int) -> bool:
+    def _steps_apart(self, context: Context) -> bool:
         """Whether a step has to wait for the whole pass, or concerns workers without a part in it:
         those may have gradients of earlier passes."""
-        context = autograd_of().container.find(context_id)
+        treatments = self._treatments
         return bool(
             self._atomic
             or self._accumulated
-            or self._treatments.get(context_id)
-            or self._treatments.get(None)
+            or (treatments and (treatments.get(context.id) or treatments.get(None)))
             or has_hooks_before_step(self)
-            or context is None
             or context.passes.known()
         )
+
+    def _of_pass(self, mode: Mode, changed: Mapping[int, Options]) -> PassOptions | None:
+        """What a pass has to say that makes the step; None if that is too much for one."""
+        if not changed:
+            usual = self._usual_passes.get(mode)
+            if usual is None:
+                usual = PassOptions(mode=mode, sequel=Sequel(self._parts.key))
+                self._usual_passes[mode] = usual
+            return usual
+        data = write_options(changed)
+        if data is None:
+            return None
+        self._leave_unsettled(changed)
+        return PassOptions(mode=mode, sequel=Sequel(self._parts.key, data))
 
     def _leave_unsettled(self, changed: Mapping[int, Options]) -> None:
         """Owners that take no part in a pass do not hear of changed options. So these are told
@@ -400,8 +412,19 @@ class DistributedOptimizer(Optimizer):
                 "several times per step cannot be distributed."
             )
         self._opt_called = True  # Schedulers of torch ask for it.
-        self._check_context(context_id)
+        context = self._check_context(context_id)
         self._refuse_after_failure()
+        changed = changed_options(self.param_groups, self._sent)
+        if not (self._accumulated or self._treatments or self._atomic or changed) and (
+            context is not None and context is current_context()
+        ):
+            # As nearly always: calls of this thread carry the context by themselves.
+            stepped, failed = self._parts.attempt(
+                "step_here", dict.fromkeys(self._parts.by_owner, ())
+            )
+            if failed:
+                self._fail(failed, tuple(stepped))
+            return
         used = set(self._accumulated)
         if context_id is not None and self._treatments.get(None):
             raise OptimizerError(
@@ -415,18 +438,12 @@ class DistributedOptimizer(Optimizer):
                 "the context in which backward ran, or accumulate() some before."
             )
         treatments = tuple(self._treatments.pop(context_id, ()))
-        changed = changed_options(self.param_groups, self._sent)
         number = next(self._numbers) if self._atomic else None
-        if treatments or changed or number is not None or not _is_current(context_id):
-            calls = {
-                owner: (context_id, treatments, self._of_owner(changed, owner), number)
-                for owner in self._parts.by_owner
-            }
-            stepped, failed = self._parts.attempt("step", calls)
-        else:
-            stepped, failed = self._parts.attempt(
-                "step_here", dict.fromkeys(self._parts.by_owner, ())
-            )
+        calls = {
+            owner: (context_id, treatments, self._of_owner(changed, owner), number)
+            for owner in self._parts.by_owner
+        }
+        stepped, failed = self._parts.attempt("step", calls)
         if number is None:
             if failed:
                 self._fail(failed, tuple(stepped))
@@ -563,12 +580,6 @@ def _refuse_in_graph(what: str) -> None:
             f"{what} cannot be a part of a graph: enter the context outside of the compiled "
             f"function, and call {what} there, between the compiled part and step."
         )
-
-
-def _is_current(context_id: int | None) -> bool:
-    """Whether calls of this thread carry that context by themselves."""
-    context = current_context()
-    return context is not None and context.id == context_id
 
 
 def _by_owner(index: int, members: Iterable[Member], options: Options) -> dict[str, Group]:

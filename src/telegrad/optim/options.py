@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -15,6 +16,7 @@ from telegrad.wire.codec import Trust, Unpackable, pack, unpack
 Options = dict[str, Any]
 
 _ABSENT = object()
+_ABSENCES = repeat(_ABSENT)
 
 
 def changed_options(
@@ -23,7 +25,10 @@ def changed_options(
     """By the place of their group."""
     changed: dict[int, Options] = {}
     for index, (group, known) in enumerate(zip(groups, sent, strict=True)):
-        if _is_as_sent(group, known):
+        # Each option is the very object that was sent, as before nearly every step; the group has
+        # "params" besides, which is never sent.
+        now = map(group.get, known, _ABSENCES)
+        if len(group) == len(known) + 1 and all(map(is_, now, known.values())):
             continue
         news = {
             key: value
@@ -35,15 +40,6 @@ def changed_options(
         if news:
             changed[index] = news
     return changed
-
-
-def _is_as_sent(group: Mapping[str, Any], known: Options) -> bool:
-    """Whether each option is the very object that was sent, as before nearly every step."""
-    return (
-        len(group) == len(known) + 1  # It has "params" besides, which is never sent.
-        and known.keys() <= group.keys()
-        and all(map(is_, map(group.get, known), known.values()))
-    )
 
 
 def without_params(group: Mapping[str, Any]) -> Options:

@@ -13,13 +13,15 @@ A step is asked for by a call, or follows a pass in which this worker took part 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -42,6 +44,9 @@ Gradients = list[Tensor | None]
 BRIEF = 0.0002
 """Seconds: about what a message takes."""
 _grad_of = attrgetter("grad")
+# Each parameter is gone through several times in a step: not by the interpreter.
+_go_through: Callable[[Iterable[object]], None] = deque[object](maxlen=0).extend
+_GRAD, _REQUIRES_GRAD, _FALSE = repeat("grad"), repeat("requires_grad"), repeat(False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ class OwnedOptimizer:
         self._parameters.extend(found)
         self._groups.append(group.index)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _refusals(self, groups: Sequence[Group]) -> Iterator[None]:
         """What torch refuses is told with the worker and the parameters that it is about."""
         try:
@@ -177,7 +182,7 @@ class OwnedOptimizer:
         with grad_slots:
             if context_id not in self._contexts:
                 self._contexts.add(context_id)
-                for place, gradient in enumerate(self._of_context(context_id)):
+                for place, gradient in enumerate(self._of_context(_find(context_id))):
                     if gradient is not None:
                         self._accumulated[place] = add(self._accumulated.get(place), gradient)
 
@@ -189,15 +194,15 @@ class OwnedOptimizer:
         self, context_id: int | None, treatments: Sequence[Treatment], norm_type: float
     ) -> dict[int, Tensor]:
         """The norm of each gradient, by the index of its parameter."""
-        there = _there(self._gradients(context_id, treatments))
+        there = _there(self._gradients(_find(context_id), treatments))
         found = norms(there.values(), norm_type)
         return {self._members[p].index: norm for p, norm in zip(there, found, strict=True)}
 
     def all_finite(self, context_id: int | None, treatments: Sequence[Treatment]) -> bool:
-        return all_finite(_there(self._gradients(context_id, treatments)).values())
+        return all_finite(_there(self._gradients(_find(context_id), treatments)).values())
 
-    def _gradients(self, context_id: int | None, treatments: Sequence[Treatment]) -> Gradients:
-        total = self._none() if context_id is None else self._of_context(context_id)
+    def _gradients(self, context: Context | None, treatments: Sequence[Treatment]) -> Gradients:
+        total = self._of_context(context)
         for place, gradient in self._accumulated.items():
             found = total[place]
             total[place] = gradient if found is None else add(gradient, found)
@@ -211,24 +216,20 @@ class OwnedOptimizer:
                 total[place] = gradient
         return total
 
-    def _of_context(self, context_id: int) -> Gradients:
-        context = autograd_of().container.find(context_id)
+    def _of_context(self, context: Context | None) -> Gradients:
         if context is None:
-            # This worker took no part in it; that the context exists at all is the driver's to say.
-            return self._none()
-        return [
-            gradient.detach() if gradient is not None and gradient.requires_grad else gradient
-            for gradient in context.gradients_of(self._parameters)
-        ]
-
-    def _none(self) -> Gradients:
-        return [None] * len(self._parameters)
+            return [None] * len(self._parameters)
+        gradients = context.gradients_of(self._parameters)
+        if True in map(getattr, gradients, _REQUIRES_GRAD, _FALSE):
+            return [each if each is None else each.detach() for each in gradients]
+        return gradients
 
     # Stepping.
 
     def step_here(self) -> None:
         """As `step` for the context of the call, without anything else: nearly all steps."""
-        self.step(require_context().id, (), {}, None)
+        with grad_slots:
+            self._apply(self._gradients(require_context(), ()))
 
     def step(
         self,
@@ -245,28 +246,33 @@ class OwnedOptimizer:
             if number is not None and number <= self._undone:
                 raise OptimizerError("this step was given up before it began")
             self.set_options(options)
-            gradients = self._gradients(context_id, treatments)
-            undo = None if number is None else self._snapshot(number)
-            aside = list(map(_grad_of, self._parameters))
-            try:
-                self._put(gradients)
-                step_quietly(self._optimizer)
-            except Exception as error:
-                if undo is not None:
-                    self._restore(undo)
-                raise self._explained(error, gradients) from error
-            finally:
-                for parameter, gradient in zip(self._parameters, aside, strict=True):
-                    parameter.grad = gradient
-            self._undo = undo
+            gradients = self._gradients(_find(context_id), treatments)
+            self._apply(gradients, None if number is None else self._snapshot(number))
+
+    def _apply(self, gradients: Gradients, undo: Undo | None = None) -> None:
+        """Make a step with these in `.grad`, and put back what was there."""
+        aside = list(map(_grad_of, self._parameters))
+        try:
+            self._put(gradients)
+            step_quietly(self._optimizer)
+        except Exception as error:
+            if undo is not None:
+                self._restore(undo)
+            raise self._explained(error, gradients) from error
+        finally:
+            _go_through(map(setattr, self._parameters, _GRAD, aside))
+        self._undo = undo
+        if self._contexts:
             self.zero_grad()
 
     def follow(self, context: Context, data: bytes) -> None:
         """A pass is complete here (see `autograd.sequels`): step with what the context has."""
         started = time.perf_counter()
-        options = read_options(data)
-        mine = {index: changed for index, changed in options.items() if index in self._groups}
-        self.step(context.id, (), mine, None)
+        with grad_slots:
+            if data:
+                options = read_options(data)
+                self.set_options({i: options[i] for i in options if i in self._groups})
+            self._apply(self._gradients(context, ()))
         self._duration = time.perf_counter() - started
 
     @property
@@ -274,15 +280,21 @@ class OwnedOptimizer:
         return self._duration < BRIEF
 
     def _put(self, gradients: Gradients) -> None:
-        parameter: Tensor | None = None
         try:
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
+            _go_through(map(setattr, self._parameters, _GRAD, gradients))
         except RuntimeError as error:
-            place = next(p for p, each in enumerate(self._parameters) if each is parameter)
+            place = self._first_misfit(gradients)
             raise OptimizerError(
                 f"the gradient of parameter {self._members[place].name!r} does not fit: {error}"
             ) from error
+
+    def _first_misfit(self, gradients: Gradients) -> int:
+        """The place of the first parameter that does not take its gradient."""
+        place = 0
+        with contextlib.suppress(RuntimeError):
+            for place, parameter in enumerate(self._parameters):
+                parameter.grad = gradients[place]
+        return place
 
     def _explained(self, error: Exception, gradients: Gradients) -> OptimizerError:
         there = _there(gradients)
@@ -365,6 +377,12 @@ class OwnedOptimizer:
 
     def named_parameters(self) -> list[tuple[Member, Tensor]]:
         return list(zip(self._members, self._parameters, strict=True))
+
+
+def _find(context_id: int | None) -> Context | None:
+    """None, too, if this worker took no part in that context; whether it exists at all is the
+    driver's to say."""
+    return None if context_id is None else autograd_of().container.find(context_id)
 
 
 def _there(gradients: Gradients) -> dict[int, Tensor]:

@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 from telegrad.autograd.api import autograd_of
 from telegrad.optim.owned import Founded, Group, OwnedOptimizer, found_part
-from telegrad.rpc import RRef, get_worker_info, rpc_async
+from telegrad.rpc import RRef, rpc_async
 from telegrad.rpc.calls import Pending
-from telegrad.rpc.rref import begin_method, begin_method_async, finish_method
+from telegrad.rpc.current import current_node
+from telegrad.rpc.rref import begin_method, begin_method_async
 
 
 class Parts:
@@ -24,6 +25,8 @@ class Parts:
         kwargs: dict[str, Any],
     ) -> None:
         self._make = (make_optimizer, args, kwargs)
+        self._node = current_node()
+        self._here = self._node.info.name
         self.key = autograd_of().next_message()
         """What all parts are known by in a pass. No other number of the job is the same."""
         self.by_owner: dict[str, RRef[OwnedOptimizer]] = {}
@@ -31,7 +34,7 @@ class Parts:
     def found(self, groups: Mapping[str, list[Group]]) -> dict[str, Founded]:
         """Have workers that own none yet make their parts."""
         make, args, kwargs = self._make
-        here = get_worker_info().name
+        here = self._here
         futures = {
             owner: rpc_async(owner, found_part, (make, part, args, kwargs, self.key))
             for owner, part in groups.items()
@@ -57,31 +60,31 @@ class Parts:
         self, method: str, calls: Mapping[str, tuple[Any, ...]]
     ) -> tuple[dict[str, Any], dict[str, BaseException]]:
         """Call a method of several parts at once; what each returned, or raised."""
-        begun: dict[str, Pending] = {}
+        begun: list[tuple[str, Pending]] = []
         leaving: list[Callable[[], None]] = []
-        here: list[str] = []
         answers: dict[str, Any] = {}
         failed: dict[str, BaseException] = {}
         for owner, args in calls.items():
-            part = self.by_owner[owner]
-            if part.is_owner():
-                here.append(owner)
-                continue
-            try:
-                begun[owner] = begin_method(part, None, method, args, None, None, leaving)
-            except Exception as error:
-                failed[owner] = error
+            if owner != self._here:
+                part = self.by_owner[owner]
+                try:
+                    pending = begin_method(part, None, method, args, None, None, leaving)
+                    begun.append((owner, pending))
+                except Exception as error:
+                    failed[owner] = error
         # Together: who gets the first may be put on this core, before the others have theirs.
         for leave in leaving:
             leave()
         # This worker's own part runs while the others work.
-        for owner in (*here, *begun):
-            part = self.by_owner[owner]
+        if self._here in calls:
             try:
-                if owner in begun:
-                    answers[owner] = finish_method(part, begun[owner])
-                else:
-                    answers[owner] = getattr(part.local_value(), method)(*calls[owner])
+                own = self.by_owner[self._here].local_value()
+                answers[self._here] = getattr(own, method)(*calls[self._here])
+            except Exception as error:
+                failed[self._here] = error
+        for owner, pending in begun:
+            try:
+                answers[owner] = self._node.wait(pending)
             except Exception as error:
                 failed[owner] = error
         return answers, failed

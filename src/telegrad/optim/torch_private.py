@@ -33,19 +33,31 @@ def announced_if_anyone_listens(step: _F) -> _F:
 
 
 _ANNOUNCING = Optimizer.profile_hook_step(lambda self: None).__code__
+_CHOOSING_GRAD_MODE = torch_optimizer._use_grad_for_differentiable(lambda self: None).__code__
 
 
 def step_quietly(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, without torch's wrapper around it where nobody listens.
+    """`optimizer.step()`, without torch's wrappers around it where nobody listens.
 
-    A step that anyone else has wrapped, or has put into the object, is left as it is.
+    The outer one runs hooks and tells the profiler; the inner one, which most optimizers have, sets
+    the grad mode and tells Dynamo, which does not look here, to stop. A step that anyone else has
+    wrapped, or has put into the object, is left as it is.
     """
     step: Any = type(optimizer).step
     is_torchs = getattr(step, "__code__", None) is _ANNOUNCING and "step" not in vars(optimizer)
-    if is_torchs and not _is_listened_to(optimizer):
-        step.__wrapped__(optimizer)
-    else:
+    if not is_torchs or _is_listened_to(optimizer):
         optimizer.step()
+        return
+    inner = step.__wrapped__
+    if getattr(inner, "__code__", None) is not _CHOOSING_GRAD_MODE:
+        inner(optimizer)
+        return
+    mode = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(optimizer.defaults["differentiable"])
+    try:
+        inner.__wrapped__(optimizer)
+    finally:
+        torch._C._set_grad_enabled(mode)
 
 
 def _is_listened_to(optimizer: Optimizer) -> bool:

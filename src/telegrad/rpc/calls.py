@@ -179,9 +179,9 @@ def kind_of(target: object) -> int:
 
     A method is another object each time, and so may be what describes a call.
     """
-    if type(target) is Method:
-        return hash(target.method)
-    return hash(target) if type(target) is str else id(target)
+    if type(target) is str:
+        return hash(target)
+    return hash(target.method) if type(target) is Method else id(target)
 
 
 class _Tables(dict[int, dict[int, Pending]]):

@@ -153,10 +153,15 @@ class Incoming:
                 if self._park():
                     return
                 continue
-            if frame.kind == Kind.LEAVING:
-                agent.leave(self._worker, frame.call_id == 1)
+            is_call = frame.kind == Kind.CALL
+            if not is_call and frame.kind != Kind.POST:
+                if frame.kind == Kind.LEAVING:
+                    agent.leave(self._worker, frame.call_id == 1)
+                else:
+                    # A call under another name would be none of those that are counted.
+                    agent.lose(self._worker, "it sent an answer where requests come")
                 return
-            if link.session.kept_frames > FEW_ANSWERS and self._keeps_too_much():
+            if is_call and link.session.kept_frames > FEW_ANSWERS and self._keeps_too_much():
                 agent.lose(self._worker, "it never acknowledges the answers it gets")
                 return
             by_turns = agent.lobby.last != self._worker
@@ -167,7 +172,13 @@ class Incoming:
                 agent.watch.poke()
             local.incoming, local.token = self, me
             try:
-                is_counted = self._serve(frame, me)
+                if is_call:
+                    is_counted = self._serve_call(frame, me)
+                else:
+                    agent.node.serve_post(self._worker, frame)
+                    is_counted = True
+                    if link.has_unwritten and not link.has_message():
+                        link.flush()
             except BaseException:
                 # Whatever it was: those that come after it are to be read.
                 report_background_error(f"a request of worker {self.member.info.name!r}")
@@ -198,18 +209,17 @@ class Incoming:
         session = self.link.session
         return session.kept_frames > MOST_ANSWERS or session.kept_bytes > MOST_ANSWER_BYTES
 
-    def _serve(self, frame: Frame, me: object) -> bool:
-        """Run a request, and answer it. Whether it is still counted among those that run aside, if
+    def _serve_call(self, frame: Frame, me: object) -> bool:
+        """Run a call, and answer it. Whether it is still counted among those that run aside, if
         another thread has come to lead."""
         node = self.agent.node
-        if frame.kind != Kind.CALL:
-            reply = node.serve(self._worker, frame)
-        elif self._aside.count >= self._most_aside:
+        reply: Reply | None
+        if self._aside.count >= self._most_aside:
             reply = self._refuse(node.too_many_calls, frame)
         elif self._weighs:
             reply = self._weigh_and_serve(frame)
         else:
-            reply = node.serve(self._worker, frame)
+            reply = node.serve_call(self._worker, frame)
             if reply is None:
                 self._aside.add(1)
         if reply is None:
@@ -234,7 +244,7 @@ class Incoming:
         size = weigh_arrived(frame)
         if not aside.load(call_id, size):
             return self._refuse(node.too_many_bytes, frame)
-        reply = node.serve(worker, frame)
+        reply = node.serve_call(worker, frame)
         if reply is None:
             aside.add(1)
         else:

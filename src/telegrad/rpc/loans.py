@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from telegrad.rpc.errors import Refused
-from telegrad.rpc.reference_messages import read_reference
+from telegrad.rpc.reference_messages import ReferenceId, read_reference
 
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
@@ -37,7 +37,8 @@ class Loan:
         if node.data_only:
             # No limit bounds what would come here in answers, for a call that brought next to none.
             raise Refused(f"worker {node.info.name!r} takes data only and fetches none for others")
-        reference = read_reference(self.reference)
+        named = self.reference
+        reference = named if type(named) is ReferenceId else read_reference(named)
         if reference.owner == node.info.id:
             return node.values.value(reference, node.timeout)
         return node.wait(node.values.ask_for(reference))

@@ -101,11 +101,13 @@ class Node:
         self._closed_callbacks: list[Callable[[], object]] = []
         self._unread_callbacks: list[Callable[[int, Frame, str], object]] = []
         self._lost: dict[int, str] = {}
+        self.has_losses = False
+        """Whether any worker is lost."""
         self.coroutines = Coroutines()
         self._made = Tally()
         self._finished = Tally()
         self.values = Values(self)
-        self.relays = Relays(self, ValueRequests(self).call_named)
+        self.relays = Relays(self, ValueRequests(self).invoke)
         for name, factory in _services.items():
             self.services[name] = factory(self)
 
@@ -326,9 +328,13 @@ class Node:
 
     def serve(self, sender: int, frame: Frame) -> Reply | None:
         """Run a request on this thread. None: the answer comes later, or there is none."""
-        if frame.kind == Kind.POST:
-            self._serve_post(sender, frame)
-            return None
+        if frame.kind == Kind.CALL:
+            return self.serve_call(sender, frame)
+        self.serve_post(sender, frame)
+        return None
+
+    def serve_call(self, sender: int, frame: Frame) -> Reply | None:
+        """As `serve`, for a call."""
         try:
             request, scope = self._open(sender, frame)
             if type(request) is Parcel:
@@ -448,7 +454,8 @@ class Node:
 
         later.subscribe(finish)
 
-    def _serve_post(self, sender: int, frame: Frame) -> None:
+    def serve_post(self, sender: int, frame: Frame) -> None:
+        """As `serve`, for a post."""
         try:
             try:
                 message, scope = self._open(sender, frame)
@@ -459,9 +466,9 @@ class Node:
             topic, payload = (message.topic, message) if type(message) is Parcel else message
             # Not every value can be hashed or shown in time: see wire/hashing.py.
             handler = self._topics.get(topic) if type(topic) is str else None
-            self.served = kind_of(topic)
             if handler is None:
                 raise CodecError(f"a post for an unknown topic came from {sender}")
+            self.served = hash(topic)
             if scope is None:
                 handler(sender, payload)
             else:
@@ -549,6 +556,7 @@ class Node:
         if worker in self._lost or self.closed:
             return []
         self._lost[worker] = reason
+        self.has_losses = True
         self.members.lost(worker)
         name = self.members.name(worker)
         failed = self.calls.fail(worker, self.loss_of(worker))
@@ -569,11 +577,6 @@ class Node:
         if self.none_returns is not None:
             reason = f"{reason}; {self.none_returns}"
         return WorkerLost.of(self.members.name(worker), reason)
-
-    @property
-    def has_losses(self) -> bool:
-        """Whether any worker is lost."""
-        return bool(self._lost)
 
     def is_lost(self, worker: int) -> bool:
         return worker in self._lost

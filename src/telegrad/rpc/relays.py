@@ -27,9 +27,9 @@ import contextlib
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -52,80 +52,105 @@ PASS_ON = "relay.pass_on"
 FAILED = "relay.failed"
 OVER = "relay.over"
 
-_HEAD = struct.Struct("<QQBB")
-"""The driver, the number that it gave, at which stage, and how many there are."""
-_AT = 16
-"""Where in it the stage is."""
+_TICKET = struct.Struct("<QQ")
 _STAGE = struct.Struct("<3Q")
 MOST_STAGES = 255
 MOST_OVER = 1 << 12
 """How many relays that are over are remembered, for what comes late."""
+MOST_COURSES = 1 << 8
+"""How many courses are remembered, both of those that are begun and of those that are read."""
 
-Ticket = tuple[int, int]
+Ticket = bytes
 """Names a relay in its job: the driver, and a number of its own."""
+_END = _TICKET.size
+"""A message of a relay is its ticket, and from here on its course."""
 
 
-class Course(NamedTuple):
-    """Where a relay is, and where it leads."""
-
-    ticket: Ticket
-    at: int
-    stages: tuple[ReferenceId, ...]
-    method: str
-
-    @property
-    def here(self) -> ReferenceId:
-        return self.stages[self.at]
-
-    @property
-    def last(self) -> int:
-        return self.stages[-1].owner
-
-    @property
-    def is_through(self) -> bool:
-        """The stage is the last one."""
-        return self.at == len(self.stages) - 1
-
-    def write(self) -> bytes:
-        head = _HEAD.pack(*self.ticket, self.at, len(self.stages))
-        return b"".join((head, *[_STAGE.pack(*each) for each in self.stages], self.method.encode()))
+def write_ticket(driver: int, number: int) -> Ticket:
+    return _TICKET.pack(driver, number)
 
 
-def read_course(data: bytes) -> Course:
-    """What `Course.write` wrote. Raises `ValueError` if it is none."""
+def _driver_of(ticket: Ticket) -> int:
+    """Raises `ValueError` if it is none."""
     try:
-        driver, number, at, count = _HEAD.unpack_from(data)
-        end = _HEAD.size + count * _STAGE.size
-        stages = tuple(map(ReferenceId._make, _STAGE.iter_unpack(data[_HEAD.size : end])))
+        driver: int
+        driver, _ = _TICKET.unpack(ticket)
     except struct.error:
-        raise ValueError("a relay that does not say where it leads") from None
-    if not at < count == len(stages):
+        raise ValueError("a relay that does not say whose it is") from None
+    return driver
+
+
+class Course:
+    """Where a relay is, and where it leads. It is the same for every tensor that goes this way: a
+    driver makes it once, and each stage reads it once."""
+
+    __slots__ = ("here", "is_through", "last", "method", "onward", "owners", "to", "written")
+
+    def __init__(self, stages: tuple[ReferenceId, ...], method: str, at: int = 0) -> None:
+        """The stages are values, each with its worker; the relay is at the one of that place."""
+        if len(stages) > MOST_STAGES:
+            raise ValueError(f"a relay of more than {MOST_STAGES} stages")
+        self.method = method
+        self.owners = frozenset(stage.owner for stage in stages)
+        self.here = stages[at]
+        self.last = stages[-1].owner
+        self.is_through = at == len(stages) - 1
+        """The stage is the last one."""
+        self.to = self.last if self.is_through else stages[at + 1].owner
+        """The worker of the next stage, if there is one."""
+        rest = b"".join((*[_STAGE.pack(*each) for each in stages], method.encode()))
+        self.written = bytes((at, len(stages))) + rest
+        self.onward = b"" if self.is_through else bytes((at + 1, len(stages))) + rest
+        """The same as the next stage is to read it."""
+
+
+@lru_cache(MOST_COURSES)
+def course_through(stages: tuple[ReferenceId, ...], method: str) -> Course:
+    """The course of a relay that begins."""
+    return Course(stages, method)
+
+
+@lru_cache(MOST_COURSES)
+def read_course(written: bytes) -> Course:
+    """The course that was `written`. Raises `ValueError` if it is none."""
+    if len(written) < 2:
+        raise ValueError("a relay that does not say where it leads")
+    at, count = written[0], written[1]
+    end = 2 + count * _STAGE.size
+    if not at < count or len(written) < end:
         raise ValueError("a relay that is at none of its stages, or does not name them all")
-    return Course((driver, number), at, stages, data[end:].decode())
+    stages = tuple(map(ReferenceId._make, _STAGE.iter_unpack(written[2:end])))
+    return Course(stages, written[end:].decode(), at)
 
 
-def _a_stage_on(data: bytes) -> bytes:
-    """What is written of a course, as the next stage is to read it."""
-    return b"".join((data[:_AT], bytes((data[_AT] + 1,)), data[_AT + 1 :]))
+class _Driven:
+    """A relay of this worker, until it has ended."""
+
+    __slots__ = ("course", "error", "pending")
+
+    def __init__(self, course: Course) -> None:
+        self.course = course
+        self.pending: Pending | None = None
+        """The call that waits for its end."""
+        self.error: BaseException | None = None
+        """What went wrong on the way, be it before there was a call."""
 
 
-class _Expected(NamedTuple):
-    """What the last worker keeps: the stages on the way, and how to answer the driver."""
-
-    stages: tuple[ReferenceId, ...]
-    finish: Finish
+_Expected = tuple[Course, Finish]
+"""What the last worker keeps: the way, and how to answer the driver."""
 
 
 class Relays:
     """The relays of one worker: those that it drives, passes on and brings to their end."""
 
-    def __init__(self, node: Node, call_method: Callable[[ReferenceId, str, Any], object]) -> None:
-        """`call_method` runs a method of a value here."""
+    def __init__(self, node: Node, invoke: Callable[..., object]) -> None:
+        """`invoke` runs a method of a value here: see `ValueRequests`."""
         self._node = node
-        self._call_method = call_method
+        self._me = node.info.id
+        self._invoke = invoke
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._driven: dict[int, tuple[Course, Pending]] = {}
+        self._driven: dict[Ticket, _Driven] = {}
         self._expected: dict[Ticket, _Expected] = {}
         self._early: dict[Ticket, Callable[[Finish], None]] = {}
         """What is to be done when the call comes that expects it."""
@@ -144,80 +169,74 @@ class Relays:
 
     # The driver.
 
-    def run(
-        self,
-        stages: Sequence[ReferenceId],
-        method: str,
-        tensor: Tensor,
-        timeout: float | None,
-        name: str,
-    ) -> Any:
+    def run(self, course: Course, tensor: Tensor, timeout: float | None, name: str) -> Any:
         """Pass a tensor through the method of all stages; what the last one returns.
 
         None of the stages is on this worker. Whoever calls keeps the references to them meanwhile.
         `name` is what errors call it.
         """
         node = self._node
-        if len(stages) > MOST_STAGES:
-            raise ValueError(f"{name} is a relay of more than {MOST_STAGES} stages")
-        for worker in self._lost_among(stages):
-            raise node.loss_of(worker)
-        number = next(self._numbers)
-        course = Course((node.info.id, number), 0, tuple(stages), method)
-        data = course.write()
-        leaving: list[Callable[[], None]] = []
-        last = node.members.member(course.last).info
-        expects = Parcel(EXPECT, data, ())
-        pending = node.call(last, EXPECT, (), None, timeout, None, expects, leaving)
-        pending.target = name
-        self._driven[number] = course, pending
+        ticket = write_ticket(self._me, next(self._numbers))
+        data = ticket + course.written
+        driven = self._driven[ticket] = _Driven(course)
         try:
+            # What is lost later finds the entry.
+            for worker in self._lost_on(course) if node.has_losses else ():
+                raise node.loss_of(worker)
             try:
-                first = stages[0].owner
-                node.post(first, PASS_ON, Parcel(PASS_ON, data, (tensor,)), node.crossing.current())
-            except BaseException as error:
-                node.drop(pending)
-                node.never_left(pending)
-                if isinstance(error, Unpackable):
-                    raise of_relayed(error, f"what {name} is given") from error.__cause__
+                return self._drive(driven, data, tensor, timeout, name)
+            except BaseException:
+                node.post(course.last, OVER, ticket)
                 raise
-            for leave in leaving:
-                leave()
-            # A loss before the entry was made was told to nobody.
-            for worker in self._lost_among(stages):
-                self._fail(pending, node.loss_of(worker))
-            return node.wait(pending)
-        except BaseException:
-            node.post(course.last, OVER, data)
-            raise
         finally:
-            del self._driven[number]
+            del self._driven[ticket]
 
-    def _lost_among(self, stages: Iterable[ReferenceId]) -> Iterable[int]:
-        """The workers of these stages that are gone."""
-        if not self._node.has_losses:
-            return ()
-        return [stage.owner for stage in stages if self._node.is_lost(stage.owner)]
+    def _drive(
+        self, driven: _Driven, data: bytes, tensor: Tensor, timeout: float | None, name: str
+    ) -> Any:
+        node, course = self._node, driven.course
+        # The tensor first: the first stage is waited for by all others, and the last can do without
+        # the call until it has come through.
+        scope = node.crossing.current()
+        try:
+            node.post(course.here.owner, PASS_ON, Parcel(PASS_ON, data, (tensor,)), scope)
+        except Unpackable as error:
+            raise of_relayed(error, f"what {name} is given") from error.__cause__
+        leaving: list[Callable[[], None]] = []
+        last, expects = node.members.member(course.last).info, Parcel(EXPECT, data, ())
+        pending = node.call(last, name, (), None, timeout, None, expects, leaving)
+        driven.pending = pending
+        for leave in leaving:
+            leave()
+        if driven.error is not None:
+            # It may have been told before there was a call.
+            self._fail(driven, driven.error)
+        return node.wait(pending)
 
-    def _fail(self, pending: Pending, error: Any) -> None:
+    def _lost_on(self, course: Course) -> list[int]:
+        """The workers on that way that are gone."""
+        return list(filter(self._node.is_lost, course.owners))
+
+    def _fail(self, driven: _Driven, error: Any) -> None:
         """The driver's call will not be answered as it should."""
+        # In this order: who makes the call notes it and then looks for an error.
+        driven.error = error
+        pending = driven.pending
+        if pending is None:
+            return
         if self._node.calls.take(pending.callee.id, pending.call_id) is not None:
             pending.settle(None, error)
             pending.complete()
 
     def _on_failed(self, sender: int, payload: Any) -> None:
         """A stage could not do its part."""
-        data, told = payload
-        ticket = read_course(data).ticket
-        if ticket[0] != self._node.info.id:
-            raise ValueError("a relay of another worker failed")
-        driven = self._driven.get(ticket[1])
+        ticket, told = payload
+        driven = self._driven.get(ticket)
         if driven is None:
             return
-        course, pending = driven
-        if all(stage.owner != sender for stage in course.stages):
+        if sender not in driven.course.owners:
             raise ValueError("a relay failed on a worker that is none of its stages")
-        self._fail(pending, rebuild_error(told_error(told), self._node.trust))
+        self._fail(driven, rebuild_error(told_error(told), self._node.trust))
 
     # A stage.
 
@@ -234,7 +253,7 @@ class Relays:
         with contextlib.suppress(CodecError):
             parcel = unpack(frame.meta, frame.buffers, None, self._node.trust)
             if type(parcel) is Parcel and parcel.topic == PASS_ON:
-                self._tell_failure(read_course(parcel.data), Refused(reason))
+                self._tell_failure(parcel.data[:_END], Refused(reason))
 
     def _on_call(self, sender: int, data: Any, value: Any) -> None:
         """As `_on_pass_on`, for what is not a tensor alone: it may be that it cannot be read here,
@@ -242,26 +261,26 @@ class Relays:
         self._arrived(data, value)
 
     def _arrived(self, data: bytes, value: Any) -> None:
-        node, course = self._node, read_course(data)
+        node = self._node
         if node.data_only:
             self._refuse()
-        if course.here.owner != node.info.id:
+        ticket, course = data[:_END], read_course(data[_END:])
+        if course.here.owner != self._me:
             raise ValueError("a relay came to a worker that has none of its values")
         scope = node.crossing.current()
         if not course.is_through:
-            self._run(course, value, partial(self._pass_on, course, data, scope))
+            self._run(course, value, partial(self._pass_on, course, ticket, scope))
             return
         if node.values.journey.unconfirmed:
             # They are known to this thread, and another may run the stage.
             node.values.await_confirmed()
-        ticket = course.ticket
         with self._lock:
             expected = self._expected.pop(ticket, None)
             if expected is None:
-                if ticket not in self._over and not node.is_lost(ticket[0]):
+                if ticket not in self._over and not node.is_lost(_driver_of(ticket)):
                     self._early[ticket] = partial(self._run_within, scope, course, value)
                 return
-        self._run(course, value, expected.finish)
+        self._run(course, value, expected[1])
 
     def _refuse(self) -> NoReturn:
         raise Refused(f"worker {self._node.info.name!r} takes data only and passes none on")
@@ -279,7 +298,7 @@ class Relays:
     def _run(self, course: Course, value: Any, finish: Finish) -> None:
         """Run the stage and hand on what it returns."""
         try:
-            result = self._call_method(course.here, course.method, (value,))
+            result = self._invoke(self._me, course.here, course.method, (value,), {})
             if type(result) is Later:
                 result.subscribe(finish)
                 return
@@ -289,45 +308,44 @@ class Relays:
         finish(result, None)
 
     def _pass_on(
-        self, course: Course, data: bytes, scope: Any, value: object, error: BaseException | None
+        self, course: Course, ticket: Ticket, scope: Any, value: object, error: BaseException | None
     ) -> None:
-        """`data` is the course as it came."""
-        node = self._node
+        node, to = self._node, course.to
         try:
             if error is not None:
                 raise error
-            to, onward = course.stages[course.at + 1].owner, _a_stage_on(data)
-            if type(value) is Tensor and to != node.info.id:
-                if node.is_lost(to):
+            data = ticket + course.onward
+            if type(value) is Tensor and to != self._me:
+                if node.has_losses and node.is_lost(to):
                     raise node.loss_of(to)
-                node.post(to, PASS_ON, Parcel(PASS_ON, onward, (value,)), scope)
+                node.post(to, PASS_ON, Parcel(PASS_ON, data, (value,)), scope)
             else:
                 # What is not a tensor alone, or goes to this worker itself.
-                on_settled = partial(self._passed_on, course)
-                info, args = node.members.member(to).info, (onward, value)
+                on_settled = partial(self._passed_on, ticket)
+                info, args = node.members.member(to).info, (data, value)
                 self._within(scope, lambda: node.call(info, PASS_ON, args, None, 0, on_settled))
         except Unpackable as problem:
             whose = f"the result of a method on worker {node.info.name!r}"
             told = of_relayed(problem, whose)
             told.__cause__ = problem.__cause__
-            self._tell_failure(course, told)
+            self._tell_failure(ticket, told)
         except BaseException as problem:
-            self._tell_failure(course, problem)
+            self._tell_failure(ticket, problem)
 
-    def _passed_on(self, course: Course, pending: Pending) -> None:
+    def _passed_on(self, ticket: Ticket, pending: Pending) -> None:
         try:
             self._node.outcome(pending)
         except BaseException as error:
-            self._tell_failure(course, error)
+            self._tell_failure(ticket, error)
 
-    def _tell_failure(self, course: Course, error: BaseException) -> None:
-        node, driver, data = self._node, course.ticket[0], course.write()
+    def _tell_failure(self, ticket: Ticket, error: BaseException) -> None:
+        node, driver = self._node, _driver_of(ticket)
         told = describe_error(node.info.name, error, node.trust)
         try:
-            node.post(driver, FAILED, (data, told))
+            node.post(driver, FAILED, (ticket, told))
         except ValueError:
             # It is longer than a message may be.
-            node.post(driver, FAILED, (data, in_brief(told)))
+            node.post(driver, FAILED, (ticket, in_brief(told)))
 
     # The last worker.
 
@@ -336,35 +354,31 @@ class Relays:
             self._refuse()
         if type(parcel) is not Parcel:
             raise ValueError("a relay is expected that does not say where it leads")
-        course = read_course(parcel.data)
-        ticket = course.ticket
-        if ticket[0] != sender or course.last != self._node.info.id:
+        ticket, course = parcel.data[:_END], read_course(parcel.data[_END:])
+        if _driver_of(ticket) != sender or course.last != self._me:
             raise ValueError("a relay is expected by its driver only, and by its last worker")
-        return Later(partial(self._await_arrival, ticket, course.stages))
+        return Later(partial(self._await_arrival, ticket, course))
 
-    def _await_arrival(
-        self, ticket: Ticket, stages: tuple[ReferenceId, ...], finish: Finish
-    ) -> None:
+    def _await_arrival(self, ticket: Ticket, course: Course, finish: Finish) -> None:
         with self._lock:
             is_over = ticket in self._over
             arrive = self._early.pop(ticket, None)
             if arrive is None and not is_over:
-                self._expected[ticket] = _Expected(stages, finish)
+                self._expected[ticket] = course, finish
         if is_over:
             finish(None, _over())
         elif arrive is not None:
             arrive(finish)
-        else:
+        elif self._node.has_losses:
             # A loss before the entry was made was told to nobody.
-            for worker in self._lost_among(stages):
+            for worker in self._lost_on(course):
                 self._let_go_of(worker)
 
-    def _on_over(self, sender: int, data: Any) -> None:
+    def _on_over(self, sender: int, ticket: Any) -> None:
         """Nobody waits for what a relay brings; its driver knows."""
         if self._node.data_only:
             return
-        ticket = read_course(data).ticket
-        if ticket[0] != sender:
+        if _driver_of(ticket) != sender:
             raise ValueError("whether a relay is over is for its driver to say")
         with self._lock:
             expected = self._expected.pop(ticket, None)
@@ -373,12 +387,12 @@ class Relays:
             if len(self._over) > MOST_OVER:
                 del self._over[next(iter(self._over))]
         if expected is not None:
-            expected.finish(None, _over())
+            expected[1](None, _over())
 
     def _on_lost(self, worker: int, reason: str) -> None:
-        for course, pending in list(self._driven.values()):
-            if any(stage.owner == worker for stage in course.stages):
-                self._fail(pending, self._node.loss_of(worker))
+        for driven in list(self._driven.values()):
+            if worker in driven.course.owners:
+                self._fail(driven, self._node.loss_of(worker))
         self._let_go_of(worker)
 
     def _let_go_of(self, worker: int) -> None:
@@ -386,15 +400,15 @@ class Relays:
         with self._lock:
             gone = [
                 ticket
-                for ticket, expected in self._expected.items()
-                if worker == ticket[0] or any(each.owner == worker for each in expected.stages)
+                for ticket, (course, _) in self._expected.items()
+                if worker == _driver_of(ticket) or worker in course.owners
             ]
             lost = [self._expected.pop(ticket) for ticket in gone]
             for kept in (self._early, self._over):
-                for ticket in [ticket for ticket in kept if ticket[0] == worker]:
+                for ticket in [ticket for ticket in kept if _driver_of(ticket) == worker]:
                     del kept[ticket]
-        for expected in lost:
-            expected.finish(None, self._node.loss_of(worker))
+        for _, finish in lost:
+            finish(None, self._node.loss_of(worker))
 
 
 def _over() -> TelegradError:

@@ -20,7 +20,7 @@ from telegrad.rpc.errors import (
 )
 from telegrad.rpc.futures import CallFuture, begin_async
 from telegrad.rpc.loans import take_all
-from telegrad.rpc.methods import call_parcel
+from telegrad.rpc.methods import call_parcel, call_without_arguments
 from telegrad.rpc.node import Node
 from telegrad.rpc.outside import refuse_in_graph
 from telegrad.rpc.passage import Passage
@@ -139,6 +139,12 @@ class RRef(Generic[T]):
         return self._node.wait(begin_fetch(self, timeout))  # type: ignore[no-any-return]
 
     def _check_usable(self, what: str) -> None:
+        node, creation = self._node, self._creation
+        if node.closed or node.values.lost or (creation is not None and creation.error is not None):
+            self._refuse_unusable(what)
+
+    def _refuse_unusable(self, what: str) -> None:
+        """As `_check_usable`, where there may be something to refuse."""
         if self._node.closed:
             raise not_initialized(
                 f"{self!r} belongs to a job that has been shut down: {what} failed"
@@ -257,17 +263,19 @@ def remote_reference(
         rref._creation.target = target
         return rref
     created = node.values.name_remote(to.id)
-    data = (tuple(created.reference), tuple(created.fork))
 
     def settled(pending: Pending) -> None:
         _settle_creation(node, to, created, pending)
         if on_created is not None:
             on_created(pending)
 
-    request = (data, target, args, kwargs or {})
     late = partial(_end_creation, node, to, created)
     try:
         written = None if write is None else write(created)
+        request: tuple[object, ...] = ()
+        if written is None:
+            data = (tuple(created.reference), tuple(created.fork))
+            request = (data, target, args, kwargs or {})
         creation = node.call(to, "create", request, None, timeout, settled, written, on_late=late)
     except BaseException:
         node.values.abandon(created)
@@ -356,7 +364,7 @@ def begin_method(
     message: Packed | None = None,
     leaving: list[Callable[[], None]] | None = None,
 ) -> Pending:
-    """Begin a call of a method of the value, for one who will `finish_method` it.
+    """Begin a call of a method of the value, for one who will wait for it (`Node.wait`).
 
     The short way for telegrad's own parts: no future that others might wait for as well. `message`
     is the `invocation` if it was written before; `leaving` is for calls that are to leave together.
@@ -364,7 +372,12 @@ def begin_method(
     rref._check_usable("a call of one of its methods")
     node, reference = rref._node, rref._reference
     owner = node.members.member(reference.owner).info
-    written = call_parcel(reference, name, args) if message is None and not kwargs else message
+    written: Packed | Parcel | None = message
+    if message is None and not kwargs:
+        if args:
+            written = call_parcel(reference, name, args)
+        else:
+            written = call_without_arguments(reference, name)
     call = () if written is not None else (tuple(reference), name, args, kwargs or {})
     pending = node.call(owner, INVOKE, call, None, timeout, None, written, leaving)
     pending.target = Method(rref, name)
@@ -376,11 +389,6 @@ def invocation(
 ) -> tuple[object, ...]:
     """What `begin_method` sends."""
     return (INVOKE, (tuple(rref._reference), name, args, kwargs), {})
-
-
-def finish_method(rref: RRef[Any], pending: Pending) -> Any:
-    """Wait for what `begin_method` began: its result, or its error."""
-    return rref._node.wait(pending)
 
 
 def remote_method(
@@ -503,7 +511,6 @@ __all__ = [
     "begin_fetch",
     "begin_method",
     "call_method",
-    "finish_method",
     "remote_method",
     "remote_reference",
 ]

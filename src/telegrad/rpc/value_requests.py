@@ -6,16 +6,16 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, MethodType
+from types import CoroutineType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from telegrad.rpc.errors import Refused, TelegradError
-from telegrad.rpc.loans import take_all
+from telegrad.rpc.functions import ASYNC_EXECUTION
+from telegrad.rpc.loans import Loan, take_all
 from telegrad.rpc.methods import (
     CREATE_BY_METHOD,
     FETCH,
     METHOD,
-    MethodCall,
     read_call,
     read_creation,
     read_fetch,
@@ -27,6 +27,7 @@ from telegrad.rpc.reference_messages import (
     read_transfer,
 )
 from telegrad.rpc.results import Finish, Later, as_result
+from telegrad.rpc.values import ABSENT
 from telegrad.wire.names import is_exported
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class ValueRequests:
     def _create_by_method(self, sender: int, parcel: Any) -> object:
         transfer, call = read_creation(parcel)
         created = self._requested(sender, transfer)
-        return self._make(created, partial(self._called, sender, call))
+        return self._make(created, partial(self.invoke, sender, *call, {}))
 
     def _requested(self, sender: int, created: Transfer) -> ReferenceId:
         reference, fork = created
@@ -108,6 +109,9 @@ class ValueRequests:
 
     def _fetch(self, sender: int, parcel: Any) -> object:
         named = read_fetch(parcel)
+        value = self._values.stored(named, ABSENT)
+        if value is not ABSENT:
+            return value
         self._require_own(named)
         is_there, value, error = self._values.find(named)
         if not is_there:
@@ -117,17 +121,26 @@ class ValueRequests:
         return value
 
     def _invoke(self, sender: int, reference: Any, name: str, args: Any, kwargs: Any) -> object:
-        return self._invoke_named(sender, read_reference(reference), name, args, kwargs)
+        return self.invoke(sender, read_reference(reference), name, args, kwargs)
 
     def _call(self, sender: int, parcel: Any) -> object:
-        return self._called(sender, read_call(parcel))
+        return self.invoke(sender, *read_call(parcel), {})
 
-    def _called(self, sender: int, call: MethodCall) -> object:
-        return self._invoke_named(sender, call.reference, call.name, call.args, {})
-
-    def _invoke_named(
-        self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: Any
+    def invoke(
+        self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: dict[str, Any]
     ) -> object:
+        """Call a method of a value here, for the sake of that worker."""
+        value = self._values.stored(named, ABSENT)
+        if value is ABSENT:
+            return self._invoke_absent(sender, named, name, args, kwargs)
+        if Loan in {*map(type, args)}:
+            args = take_all(args, self._node)
+        return self._call_method(value, name, args, kwargs)
+
+    def _invoke_absent(
+        self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: dict[str, Any]
+    ) -> object:
+        """As `invoke`, for a value that is not there now."""
         self._require_own(named)
         args = take_all(args, self._node)
         is_there, value, error = self._values.find(named)
@@ -137,21 +150,22 @@ class ValueRequests:
             raise error
         return self._call_method(value, name, args, kwargs)
 
-    def call_named(self, named: ReferenceId, name: str, args: tuple[Any, ...]) -> object:
-        """Call a method of a value here, for a request of another kind."""
-        return self._invoke_named(self._me, named, name, args, {})
-
     def _require_own(self, named: ReferenceId) -> None:
         """What others own is not waited for here."""
         if named.owner != self._me:
             raise ValueError(f"{named} is no value of worker {self._node.info.name!r}")
 
     def _call_method(self, value: object, name: str, args: Any, kwargs: Any) -> object:
+        node = self._node
         if self._values.journey.unconfirmed:
             self._values.await_confirmed()
-        method = method_of(self._node, value, name)
-        self._node.transport.starting(getattr(method, "__func__", method))
-        return as_result(self._node.coroutines, method, method(*args, **kwargs))
+        method = method_of(node, value, name) if node.data_only else getattr(value, name)
+        node.transport.starting(getattr(method, "__func__", method))
+        result = method(*args, **kwargs)
+        # As `as_result` would see by itself.
+        if type(result) is CoroutineType or getattr(method, ASYNC_EXECUTION, False) is True:
+            return as_result(node.coroutines, method, result)
+        return result
 
     def _invoke_when_ready(
         self, sender: int, named: ReferenceId, name: str, args: Any, kwargs: Any

@@ -55,7 +55,8 @@ from telegrad.rpc.results import Finish
 if TYPE_CHECKING:
     from telegrad.rpc.node import Node
 
-_ABSENT = object()
+ABSENT = object()
+"""What `Values.stored` can give for a value that is not there."""
 PATIENCE_WITH_LANES = 1.0
 PATIENCE_WITH_PROMISE = 60.0
 """Seconds by which the request that makes a value may come later than a reference to it; and by
@@ -100,9 +101,12 @@ class Values:
         self._changed = node.runtime.condition()
         self._guard = self._changed.guard
         self._stored: dict[ReferenceId, object] = {}
+        self.stored = self._stored.get
+        """An owned value that is there already, by its reference; else what is given besides."""
         self._waiters: dict[ReferenceId, list[_Waiter]] = {}
         self.patience_with_promise = PATIENCE_WITH_PROMISE + node.liveness
-        self._lost: dict[ForkId, ReferenceLost] = {}
+        self.lost: dict[ForkId, ReferenceLost] = {}
+        """The references whose values cannot be had any more."""
         self._actions: deque[Action] = deque()
         self._acting = False
         self._mail = Mail(node, self._changed, self._receive)
@@ -220,7 +224,7 @@ class Values:
                 handle = self._deaths.popleft()
                 self._core.drop(handle)
                 if isinstance(handle, ForkId):
-                    self._lost.pop(handle, None)
+                    self.lost.pop(handle, None)
         self._act()
 
     def holds(self) -> int:
@@ -260,9 +264,7 @@ class Values:
 
     def loss(self, handle: Handle) -> BaseException | None:
         """Why the value behind this handle cannot be had, ready to be raised."""
-        if not self._lost:
-            return None
-        error = self._lost.get(handle) if isinstance(handle, ForkId) else None
+        error = self.lost.get(handle) if isinstance(handle, ForkId) else None
         return None if error is None else afresh(error)
 
     def when_ready(
@@ -331,8 +333,8 @@ class Values:
 
     def find(self, reference: ReferenceId) -> tuple[bool, object, BaseException | None]:
         """Whether an owned value need not be waited for; then the value, or what went wrong."""
-        value = self._stored.get(reference, _ABSENT)
-        if value is not _ABSENT:
+        value = self._stored.get(reference, ABSENT)
+        if value is not ABSENT:
             return True, value, None
         with self._guard:
             state = self._core.state(reference)
@@ -463,7 +465,7 @@ class Values:
                     self._changed.notify_all()
             case Lost(fork, error):
                 with self._guard:
-                    self._lost[fork] = error
+                    self.lost[fork] = error
                     self._changed.notify_all()
             case Failed(reference):
                 with self._guard:

@@ -90,7 +90,7 @@ class Callee:
         self.threads = Threads()
         self.watch = Watch(lambda now: 0.0, lambda: math.inf, self.threads.run)
         self.watch.start()
-        self.lobby = Lobby(self.watch, self.threads.run)
+        self.lobby = Lobby(self.watch, self.threads.run, self.about_to_sleep)
         self.local = threading.local()
         self.silence: Any = threading.Condition()
         self.slow_functions = SlowFunctions()
@@ -109,6 +109,9 @@ class Callee:
     def _serve(self, worker: int, frame: Frame) -> None:
         self.serve(frame)
         self.served.append(frame.call_id)
+
+    def about_to_sleep(self) -> None:
+        self.watch.turn_off(lambda: self.incoming.runs)
 
     def incoming_broke(self, incoming: Incoming, reason: str) -> None:
         self.awaited.append(reason)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telegrad.rpc.watch import Watch
+from telegrad.rpc.watch import REST, TICK, Watch
 from tests.rpc.inside import when_settled
 
 TIMERS = 6
@@ -70,3 +70,55 @@ def test_a_poke_makes_the_watch_look(watch: Watch, looks: list[float]) -> None:
     before = len(looks)
     watch.poke()
     assert when_settled(lambda: len(looks) > before + 2)
+
+
+def when_idle(watch: Watch) -> None:
+    while not (watch.sleeping and watch.idle):
+        time.sleep(0.001)
+
+
+def test_a_request_that_begins_has_the_watch_look_a_while_later_and_not_for_long(
+    watch: Watch, looks: list[float]
+) -> None:
+    when_idle(watch)
+    before = len(looks)
+    watch.set_alarm()
+    assert not watch.idle
+    when_idle(watch)
+    assert before < len(looks) <= before + 2
+
+
+def test_an_alarm_that_is_turned_off_wakes_nobody(watch: Watch, looks: list[float]) -> None:
+    when_idle(watch)
+    for _ in range(20):
+        before = len(looks)
+        watch.set_alarm()
+        watch.turn_off(lambda: False)
+        assert watch.idle
+        rung = threading.Event()
+        watch.call_later(2 * TICK, rung.set)  # It looks for that, but not before.
+        assert rung.wait(30)
+        when_idle(watch)
+        if len(looks) - before <= 3:
+            return
+    raise AssertionError("it was woken each time")
+
+
+def test_an_alarm_is_kept_for_what_others_run(watch: Watch, looks: list[float]) -> None:
+    when_idle(watch)
+    before = len(looks)
+    watch.set_alarm()
+    watch.turn_off(lambda: True)
+    assert not watch.idle
+    when_idle(watch)
+    assert len(looks) > before
+
+
+def test_an_alarm_rings_later_where_one_request_follows_the_other(watch: Watch) -> None:
+    when_idle(watch)
+    watch.set_alarm()
+    when_idle(watch)
+    rang = watch._rang
+    watch.set_alarm()
+    when_idle(watch)
+    assert watch._rang - rang >= REST

@@ -20,10 +20,14 @@ def pair():
         end.close()
 
 
+is_crowded = lookout.is_crowded
+
+
 @pytest.fixture(autouse=True)
 def rested(monkeypatch):
-    """As in a process that has just begun: a job of another test may have been kept from looking,
-    and then nobody looks for a while."""
+    """As in a process that has just begun, on a machine with nothing else to do: a job of another
+    test may have been kept from looking, and then nobody looks for a while."""
+    monkeypatch.setattr(lookout, "is_crowded", lambda: False)
     monkeypatch.setattr(Lookout, "_resting_until", 0.0)
     monkeypatch.setattr(Lookout, "_rest", lookout.REST_FOR)
 
@@ -199,3 +203,44 @@ def test_who_is_kept_away_again_and_again_rests_for_longer_until_looking_pays(pa
     assert look.wait()
     assert Lookout._rest == lookout.REST_FOR
     sender.join()
+
+
+def test_on_a_crowded_machine_nobody_naps_in_order_to_look(monkeypatch):
+    monkeypatch.setattr(lookout, "is_crowded", lambda: True)
+    sees = Patient(5)
+    look = Lookout(sees)
+    look._expected[7] = 10 * lookout.WORTH_A_NAP
+    assert not look.wait(7)
+    assert sees.asked == [0]
+
+
+def test_on_a_crowded_machine_one_round_of_slow_looks_is_enough(pair, monkeypatch):
+    monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    monkeypatch.setattr(lookout, "KEPT_AWAY", 60.0)
+    monkeypatch.setattr(lookout, "CROWDED", -1.0)
+    monkeypatch.setattr(lookout, "is_crowded", lambda: True)
+    sees = Patient(10 * lookout.LOOKS)
+    assert not Lookout(sees).wait()
+    assert len(sees.asked) == 1 + lookout.LOOKS
+    assert Lookout._resting_until > 0.0
+
+
+def test_how_many_want_to_run_is_read_where_the_system_tells(tmp_path, monkeypatch):
+    told = tmp_path / "loadavg"
+    monkeypatch.setattr(lookout, "_RUNNABLE", str(told))
+    assert not is_crowded()
+    for runnable, crowded in ((lookout._MOST_RUNNABLE, False), (lookout._MOST_RUNNABLE + 1, True)):
+        told.write_text(f"0.20 0.18 0.12 {runnable}/80 11206\n")
+        assert is_crowded() is crowded
+    told.write_text("nothing of the kind")
+    assert not is_crowded()
+
+
+def test_a_wait_takes_no_longer_than_it_may(monkeypatch):
+    monkeypatch.setattr(lookout, "LOOK_FOR", 60.0)
+    monkeypatch.setattr(lookout, "LONG", 60.0)
+    sees = Patient(1 << 30)
+    look = Lookout(sees)
+    look._expected[7] = 30.0
+    assert not look.wait(7, 0.001)
+    assert sees.asked[:2] == [0, 1]

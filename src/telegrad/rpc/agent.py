@@ -19,6 +19,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from telegrad.rpc.arrivals import Arrivals
 from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.closing import IT_IS_OVER
 from telegrad.rpc.errors import NoRoom, TelegradError, WorkerLost
@@ -42,7 +43,7 @@ from telegrad.rpc.node import Node
 from telegrad.rpc.outgoing import Outgoing
 from telegrad.rpc.room import is_lack, no_room
 from telegrad.rpc.runtime import Threads
-from telegrad.rpc.slow import SlowFunctions
+from telegrad.rpc.slow import Run, SlowFunctions
 from telegrad.rpc.transport import Reply
 from telegrad.rpc.visitors import Visitors
 from telegrad.rpc.watch import QUICK_TICK, TICK, Watch
@@ -79,8 +80,8 @@ class _Turn(threading.local):
 
     incoming: Incoming | Loopback | None = None
     token: object = None
-    timed: tuple[object, float] | None = None
-    """A function that may be slow, and when it began."""
+    timed: Run | None = None
+    """A function that may be slow."""
 
 
 class _NotInTime(OSError):
@@ -112,7 +113,8 @@ class Agent:
         self._closed = False
         self.watch = Watch(self._tick, self._next_deadline, threads.run)
         try:
-            self.lobby = Lobby(self.watch, threads.run)
+            self.lobby = Lobby(self.watch, threads.run, self.about_to_sleep)
+            self.arrivals = Arrivals(self.watch, threads.run)
         except OSError:  # No room for its descriptor.
             self.watch.close()
             raise
@@ -261,6 +263,16 @@ class Agent:
             what = f"the call {pending.describe()}"
             pending.settle(None, WorkerLost.of(pending.callee.name, reason, what))
         pending.complete()
+
+    def about_to_sleep(self) -> None:
+        """A thread that serves requests has none."""
+        self.watch.turn_off(self._needs_watch)
+
+    def _needs_watch(self) -> bool:
+        """Whether something runs that may take long, or is to be told to others."""
+        if self._loopback.runs or any(end.runs for end in list(self._incoming.values())):
+            return True
+        return any(end.link.freed or end.link.has_unwritten for end in self.ends())
 
     # What the watch asks.
 
@@ -635,6 +647,7 @@ class Agent:
         self._complete_cut(cut)
         self.watch.close()
         self.lobby.close()
+        self.arrivals.close()
         self.lookout.close()
 
     def _complete_cut(self, cut: list[Pending]) -> None:

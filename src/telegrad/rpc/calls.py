@@ -39,6 +39,8 @@ class Pending:
     """The references among its arguments; None once it is known that the call never left."""
     note = b""
     """What a layer above said of it, should it never leave."""
+    pressing = True
+    """Whether its completion does more than to note the result in a future."""
 
     def __init__(
         self, call_id: int, callee: WorkerInfo, target: object, timeout: float, deadline: float

@@ -67,12 +67,22 @@ class CallFuture(torch.futures.Future[Any]):
     def then(self, callback: Callable[[Any], S]) -> torch.futures.Future[S]:
         if is_dynamo_compiling():
             _refuse()
+        self._press()
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         if is_dynamo_compiling():
             _refuse()
+        self._press()
         super().add_done_callback(callback)
+
+    def _press(self) -> None:
+        """There is a callback: the reply is not to be kept until somebody asks for it."""
+        pending = self._pending
+        pending.pressing = True
+        # Who reads it sets `done` and then looks whether it is pressing: one sees the other.
+        if pending.done:
+            pending.complete()
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -124,5 +134,6 @@ def begin_async(
             _thread.settles = outer
 
     future._node = node
-    future._pending = node.call(to, target, args, kwargs, timeout, settle, message)
+    future._pending = pending = node.call(to, target, args, kwargs, timeout, settle, message)
+    pending.pressing = False
     return future

@@ -26,6 +26,7 @@ from telegrad.rpc.cargo import weigh_arrived
 from telegrad.rpc.failures import report_background_error
 from telegrad.rpc.lobby import IDLE_TIMEOUT
 from telegrad.rpc.members import Member
+from telegrad.rpc.slow import Run
 from telegrad.rpc.transport import Reply
 from telegrad.rpc.watch import TICK
 from telegrad.wire.errors import CodecError
@@ -103,8 +104,18 @@ class Incoming:
         self._most_aside = agent.node.limits.calls_in_flight
         self._weighs = agent.node.limits.weighs_calls
         link.nudge = agent.watch.poke
-        link.stream.set_receive_timeout(IDLE_TIMEOUT)
-        self._descriptor = link.stream.fileno()
+        self._adopt_stream()
+
+    def _adopt_stream(self) -> None:
+        stream = self.link.stream
+        stream.set_receive_timeout(IDLE_TIMEOUT)
+        stream.about_to_sleep = self.agent.about_to_sleep
+        self._descriptor = stream.fileno()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the one that leads runs a request."""
+        return bool(self._turn & 1)
 
     def start(self) -> None:
         """Have a thread lead, if none does."""
@@ -168,8 +179,10 @@ class Incoming:
             agent.lobby.last = self._worker
             self._function = None
             self._turn += 1
-            if agent.watch.sleeping:
-                agent.watch.poke()
+            if agent.watch.idle:
+                # As if it had looked now: when it does, this one has run for all the time.
+                self._seen_turn, self._ticks_seen = self._turn, 0
+                agent.watch.set_alarm()
             local.incoming, local.token = self, me
             try:
                 if is_call:
@@ -187,7 +200,7 @@ class Incoming:
                 local.incoming = None
             link.stream.awaited = agent.lobby.awaited = agent.node.served ^ self._worker
             if local.timed is not None:
-                agent.slow_functions.ended(*local.timed)
+                agent.slow_functions.ended(local.timed)
                 local.timed = None
             with self._lock:
                 if self._leader is me:
@@ -301,7 +314,7 @@ class Incoming:
             self._function = function
             slow = self.agent.slow_functions
             if slow.counts and slow.knows(function):
-                self.agent.local.timed = (function, time.monotonic())
+                self.agent.local.timed = Run.of(function)
                 if slow.expects(function):
                     self._flush()
                     self._hand_over(token)
@@ -397,9 +410,8 @@ class Incoming:
             return self._is_held or self.gone
 
     def resumed(self) -> None:
-        self.link.stream.set_receive_timeout(IDLE_TIMEOUT)
         with self._lock:
-            self._descriptor = self.link.stream.fileno()
+            self._adopt_stream()
             self._is_held = False
         self.start()
 

@@ -46,9 +46,15 @@ _NOTHING = select.EPOLLONESHOT
 class Lobby:
     """The links of one worker that wait for requests."""
 
-    def __init__(self, watch: Watch, run: Callable[[Callable[[], object]], None]) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        run: Callable[[Callable[[], object]], None],
+        about_to_sleep: Callable[[], object],
+    ) -> None:
         self._watch = watch
         self._run = run
+        self._about_to_sleep = about_to_sleep
         self._epoll = select.epoll()
         self._descriptor = self._epoll.fileno()
         self._hosting = threading.Lock()
@@ -110,6 +116,7 @@ class Lobby:
         """Stop hosting when a link has something to read, and give it; None if none had."""
         try:
             if not self._lookout.wait(self.awaited):
+                self._about_to_sleep()
                 self._found = self._sleep()
                 self._lookout.ended(bool(self._found))
             found, self._found = self._found, []

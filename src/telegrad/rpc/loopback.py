@@ -32,6 +32,11 @@ class Loopback:
         self._turn = 0
         self._seen_turn = 0
 
+    @property
+    def runs(self) -> bool:
+        """Whether the one that leads runs a request."""
+        return bool(self._turn & 1)
+
     def call(self, pending: Pending, packed: Packed, note: bytes) -> None:
         self._put(_frame(Kind.CALL, pending.call_id, packed, note))
 
@@ -58,8 +63,9 @@ class Loopback:
                     self._leader = None
                     return
                 self._turn += 1
-            if agent.watch.sleeping:
-                agent.watch.poke()
+            if agent.watch.idle:
+                self._seen_turn = self._turn
+                agent.watch.set_alarm()
             agent.local.incoming, agent.local.token = self, me
             try:
                 reply = agent.node.serve(agent.node.info.id, frame)

@@ -3,7 +3,8 @@
 There is no reading thread. Of the threads that wait for replies one *reads*: it takes what comes,
 gives each reply to its call, and when its own is there hands the reading on to another that waits.
 So the usual call, one thread that asks and waits, has no hand-over between threads at all. Replies
-for which nobody waits (futures) are noticed by the watch, which lends a thread to read them.
+for which nobody waits (futures) are read by a thread that waits for another worker, or noticed by
+the watch, which lends a thread to read them (`arrivals.py`).
 
 The rules that make this safe:
 - `_reading` is set and cleared under `_roles`; who finds it clear and wants a reply sets it, and
@@ -16,6 +17,10 @@ The rules that make this safe:
   by the reader before it sleeps or as its heir, then by whoever leaves the queue. Only one thread
   at a time can have the interpreter; were all woken at once, most would wake in order to wait for
   it, on the core that the callee needs. Whoever is in `_served` and has left the queue was awake.
+- A link is *armed* for replies that nobody waits for, and stays so. It is armed under `_roles` and
+  while nobody reads, and disarmed by who has the role, or under `_roles` while another one has it:
+  so what is said in `_armed` holds, but for a link that the watch has just noticed. Who gives the
+  role up, and expects more, arms it.
 - Futures are completed and signal handlers run (which is user code, and may call) only by threads
   that neither have the role nor are on the queue, where it might be left to them.
 """
@@ -33,6 +38,7 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING
 
+from telegrad.rpc.arrivals import are_pressing
 from telegrad.rpc.calls import Pending, kind_of
 from telegrad.rpc.cargo import LIGHT, Cargo, weigh
 from telegrad.rpc.members import Member
@@ -48,6 +54,8 @@ if TYPE_CHECKING:
     from telegrad.rpc.meeting import Visit
 
 RECEIVE_TIMEOUT = 0.05
+MAY_WAIT = 0.001
+"""Seconds for which a future without callbacks is left to the thread that reads for it."""
 MAX_CALLS_IN_FLIGHT = 8192
 BACKLOG = 32
 MOST_LANES = 8
@@ -77,6 +85,8 @@ class Outgoing:
         self._heir: Pending | None = None
         self._armed = False
         self._completed: list[Pending] = []
+        self._in_passing = False
+        self._parting: Callable[[], None] | None = None
         self._lanes_asked = 0
         self._posts = 0
         self._allowed = agent.node.limits.calls_an_honest_caller_makes
@@ -206,23 +216,22 @@ class Outgoing:
         now = self.agent.node.runtime.now
         link = self.link
         try:
-            if self._armed:
-                self._disarm()
-            link.stream.awaited = kind_of(pending.target)
-            while not pending.done:
-                if self._served and not link.has_frame():
-                    self._wake_next()
-                self._take_one(link)
-                if pending.done:
-                    break
-                # Also when something came: replies of others may come without a pause.
-                time_is = now()
-                if pending.deadline <= time_is:
-                    self.agent.node.calls.expire_one(pending)
-                elif until <= time_is or interrupts.has_put_off():
-                    break
-                elif self._completed and not link.has_frame():
-                    self.agent.complete_elsewhere(self._take_completed())
+            if not (self._armed and self._gathers(pending, until)):
+                link.stream.awaited = kind_of(pending.target)
+                while not pending.done:
+                    if self._served and not link.has_frame():
+                        self._wake_next()
+                    self._take_one(link)
+                    if pending.done:
+                        break
+                    # Also when something came: replies of others may come without a pause.
+                    time_is = now()
+                    if pending.deadline <= time_is:
+                        self.agent.node.calls.expire_one(pending)
+                    elif until <= time_is or interrupts.has_put_off():
+                        break
+                    elif self._completed and not link.has_frame():
+                        self.agent.complete_elsewhere(self._take_completed())
             while link.has_frame():
                 self._take_one(link)
         except LinkBroken as error:
@@ -234,6 +243,108 @@ class Outgoing:
         for completed in self._pass_on_reading():
             completed.complete()
 
+    def _gathers(self, pending: Pending, until: float) -> bool:
+        """Wait for this link together with all that are armed, until the call is settled or the
+        time has come. False: this link is to be read alone; it is not armed any more."""
+        arrivals = self.agent.arrivals
+        # Who waits for a future has others, as a rule; for any other call this link is enough.
+        if pending.completion and arrivals.begin(self._descriptor):
+            gathered = False
+            try:
+                gathered = self._gather(pending, until)
+            finally:
+                arrivals.end()
+                if not gathered:
+                    # What was read of other links has nothing to do with what becomes of this one.
+                    self.agent.complete_elsewhere(self._take_completed())
+            if gathered:
+                return True
+        self._disarm()
+        return False
+
+    def _gather(self, pending: Pending, until: float) -> bool:
+        """As `_gathers`, with the right to do so. False: what is to come tells nobody."""
+        agent, link, awaited = self.agent, self.link, kind_of(pending.target)
+        if link.has_bytes():
+            self._take_up()
+        kept_since = math.inf
+        while not pending.done:
+            if link.is_halfway:
+                return False
+            if self._served:
+                self._wake_next()
+            patience = MAY_WAIT if self._completed else RECEIVE_TIMEOUT
+            for each in agent.arrivals.wait(awaited, patience):
+                if each is self:
+                    self._take_up()
+                    continue
+                completed = each.read_in_passing()
+                if are_pressing(completed):
+                    agent.complete_elsewhere(completed)
+                else:
+                    self._completed += completed
+            if pending.done:
+                break
+            time_is = agent.node.runtime.now()
+            if pending.deadline <= time_is:
+                agent.node.calls.expire_one(pending)
+            elif until <= time_is or interrupts.has_put_off():
+                break
+            elif self._completed:
+                kept_since = min(kept_since, time_is)
+                if time_is - kept_since >= MAY_WAIT or are_pressing(self._completed):
+                    agent.complete_elsewhere(self._take_completed())
+                    kept_since = math.inf
+        return True
+
+    def read_in_passing(self) -> Sequence[Pending]:
+        """Read what is here, on a thread that waits for several links: it may wait for none of
+        them. The calls that are to be completed."""
+        with self._roles:
+            if self._reading:
+                self._disarm()
+                return ()
+            self._reader = get_ident()
+            self._reading = self._in_passing = True
+        try:
+            if self.gone:
+                self.agent.arrivals.forget(self, self._descriptor)
+            else:
+                self._take_up()
+        except LinkBroken as error:
+            self._mend_elsewhere(str(error))
+            return ()
+        except BaseException:
+            self.agent.complete_elsewhere(self._pass_on_reading())
+            raise
+        finally:
+            self._in_passing = False
+        part, self._parting = self._parting, None
+        if part is not None:
+            self._part_elsewhere(part)
+            return ()
+        return self._pass_on_reading()
+
+    def _part(self, part: Callable[[], None]) -> None:
+        """This is the end of the link. What is done then takes its time."""
+        if self._in_passing:
+            self._parting = part
+        else:
+            part()
+
+    def _part_elsewhere(self, part: Callable[[], None]) -> None:
+        """Leave it, and the role, to another thread."""
+
+        def leave() -> None:
+            try:
+                part()
+            finally:
+                self._give_up_reading()
+
+        self._reader = 0
+        self._disarm()
+        self.agent.threads.run(leave)
+
     def _mend_elsewhere(self, reason: str) -> None:
         """Leave the broken link, and the role, to another thread: this one has a deadline."""
 
@@ -244,6 +355,8 @@ class Outgoing:
                 self._give_up_reading()
 
         self._reader = 0
+        if self._armed:
+            self._disarm()
         self._wake_next()
         self.agent.threads.run(mend)
 
@@ -263,13 +376,15 @@ class Outgoing:
         try:
             frame = link.receive() if waits else link.take_up()
         except CodecError as error:
-            self.agent.lose(self.member.info.id, f"it sent what cannot be read ({error})")
+            self._part(
+                partial(self.agent.lose, self._worker, f"it sent what cannot be read ({error})")
+            )
             link.forget_unread()
             return None
         if frame is None:
             return None
         if frame.kind == Kind.LEAVING:
-            self.agent.leave(self._worker, frame.call_id == 1)
+            self._part(partial(self.agent.leave, self._worker, frame.call_id == 1))
             return frame
         pending = self._open.pop(frame.call_id, None)
         if pending is None:
@@ -304,10 +419,8 @@ class Outgoing:
             return completed
         if self.link.is_halfway:
             self.agent.threads.run(self._read_for_others)
-        elif self.agent.node.calls.expects(self._worker):
-            # Whatever `_armed` says: a reader that disarms and one that arms may have crossed.
-            self._armed = True
-            self.agent.watch.look_for(self._descriptor, READABLE)
+        elif self.agent.node.calls.expects(self._worker) and not self._armed:
+            self.arm()
         return completed
 
     def _choose_heir(self) -> Pending | None:
@@ -336,9 +449,10 @@ class Outgoing:
     def _take_up(self) -> None:
         """Read what is here, and wait for nothing."""
         # Not all that comes: the replies of others may come without a pause.
-        self._take_one(self.link, waits=False)
-        while self.link.has_frame():
-            self._take_one(self.link, waits=False)
+        link = self.link
+        while self._take_one(link, waits=False) is not None:
+            if not (link.has_frame() or link.stream.pending()):
+                return
 
     def _read_aside(self, read: Callable[[], None]) -> bool:
         """Read on a thread that has something else to do. False: another one reads."""
@@ -373,13 +487,16 @@ class Outgoing:
             self.link.tidy()
 
     def arm(self) -> None:
-        if not self.gone:
-            self._armed = True
-            self.agent.watch.look_for(self._descriptor, READABLE)
+        """See to it that what comes is read, unless somebody reads and will do so."""
+        with self._roles:
+            if not (self._reading or self.gone):
+                self._armed = True
+                if not self.agent.arrivals.arm(self, self._descriptor):
+                    self.agent.watch.look_for(self._descriptor, READABLE)
 
     def _disarm(self) -> None:
         self._armed = False
-        self.agent.watch.look_for(self._descriptor, ENDED)
+        self.agent.arrivals.disarm(self, self._descriptor)
 
     def _noticed(self, events: int) -> None:
         self._armed = False
@@ -464,7 +581,7 @@ class Outgoing:
 
     def attend(self) -> None:
         """See to it that replies are read although nobody may wait for them."""
-        if not self._reading:
+        if not (self._armed or self._reading):
             self.arm()
 
     def _await_room(self, pending: Pending, size: int) -> None:
@@ -535,6 +652,7 @@ class Outgoing:
     def resume(self, visit: Visit) -> None:
         """Go on over a new connection."""
         # While the stream that broke still has its number: another may have it soon.
+        self.agent.arrivals.forget(self, self._descriptor)
         self.agent.watch.forget(self._descriptor)
         self.link.resume(visit.stream, visit.peer_has_seen, visit.group, visit.name)
         self._adopt_stream()
@@ -543,5 +661,6 @@ class Outgoing:
     def end(self) -> None:
         """For good. The calls in flight have been settled by the node."""
         self.gone = True
+        self.agent.arrivals.forget(self, self._descriptor)
         self.agent.watch.forget(self._descriptor)
         self.link.close()

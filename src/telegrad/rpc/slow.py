@@ -1,15 +1,43 @@
 """Which functions take so long that the thread that reads should not run them.
 
 One slow run may be an accident of a busy machine, so the memory is short: a slow run counts twice,
-a quick one takes one off, and a function with a count of two or more is expected to be slow.
+a quick one takes one off, and a function with a count of two or more is expected to be slow. On a
+machine with more to do than cores a function may be kept from its core for longer than it runs:
+that is no time of its own, unless it waits for something.
 """
 
 from __future__ import annotations
 
+import resource
 import time
+from dataclasses import dataclass
 
 QUICK = 0.0005
 MOST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A function that has begun on the calling thread."""
+
+    function: object
+    started: float
+    used: float
+    waits: int
+
+    @classmethod
+    def of(cls, function: object) -> Run:
+        return cls(function, time.monotonic(), time.thread_time(), _waits())
+
+    def is_quick(self) -> bool:
+        if time.monotonic() - self.started < QUICK:
+            return True
+        return time.thread_time() - self.used < QUICK and _waits() == self.waits
+
+
+def _waits() -> int:
+    """How often the calling thread has let go of its core in order to wait."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 class SlowFunctions:
@@ -30,10 +58,10 @@ class SlowFunctions:
         name = _name(function)
         self.counts[name] = min(self.counts.get(name, 0) + 2, MOST)
 
-    def ended(self, function: object, started: float) -> None:
+    def ended(self, run: Run) -> None:
         """A function that is known here has ended."""
-        if time.monotonic() - started < QUICK:
-            name = _name(function)
+        if run.is_quick():
+            name = _name(run.function)
             count = self.counts.get(name, 0)
             if count > 1:
                 self.counts[name] = count - 1

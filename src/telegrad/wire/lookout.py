@@ -17,6 +17,10 @@ The rules that keep this from doing harm:
 - Who was kept from looking for longer than a look takes shares the core with somebody who needs
   it, or with many who look: nobody in this process looks for a while then, and for twice as long if
   it happens again before anything was found by looking. On a crowded machine nobody looks.
+- Where more want to run than can take turns two by two, the system says so: who has been kept from
+  looking need not try again to be sure, and who would sleep until shortly before its bytes come
+  sleeps until they do. With 64 workers on two cores the looks of those that had nothing to do took
+  more time than the calls.
 - With one core there is nobody to wait for: who would send cannot run meanwhile.
 """
 
@@ -50,13 +54,27 @@ IN_A_ROW = 3
 """So often in a row looks are slow where many look. Once they are when a machine is disturbed."""
 REST_FOR = 0.001
 LONGEST_REST = 1.0
+_RUNNABLE = "/proc/loadavg"
+_MOST_RUNNABLE = 2 * (os.cpu_count() or 1)
+"""Of the whole machine, which is what the system tells: as many as are not `CROWDED`."""
 
 
-def looking_at(sock: socket.socket) -> Callable[[int], object]:
+def looking_at(sock: socket.socket) -> Callable[[float | None], object]:
     """How to look for the bytes of a socket."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return poll.poll
+
+
+def is_crowded() -> bool:
+    """Whether so many want to run that nobody should who has nothing to do."""
+    try:
+        # Opened each time: that is rare, and a descriptor that is kept may be closed by others.
+        with open(_RUNNABLE, "rb", buffering=0) as file:
+            runnable = file.read(64).split(b"/", 1)[0].rsplit(b" ", 1)[-1]
+        return int(runnable) > _MOST_RUNNABLE
+    except (OSError, ValueError):
+        return False
 
 
 class Lookout:
@@ -77,11 +95,11 @@ class Lookout:
         self._goes_on = False
         self._expected: dict[int, float] = {}
 
-    def wait(self, awaited: int = 0) -> bool:
+    def wait(self, awaited: int = 0, patience: float = math.inf) -> bool:
         """Before a read that blocks: return when there are bytes, or when it is time to sleep.
 
         True if there are bytes; else `ended` has to be told of the end of the read. `awaited` tells
-        waits apart that take differently long.
+        waits apart that take differently long. It takes no longer than `patience`.
         """
         if self._goes_on:
             return False
@@ -95,11 +113,13 @@ class Lookout:
             self._note(0.0)
             return True
         if expected > WORTH_A_NAP:
-            if look(int(1000 * NAP * expected)):
+            if is_crowded():
+                return False
+            if look(int(1000 * min(NAP * expected, patience))):
                 self._note(time.monotonic() - self._asked)
                 return True
             now = time.monotonic()
-        until = now + LOOK_FOR
+        until = now + min(LOOK_FOR, patience)
         Lookout._looks = me = id(self)
         slow = 0
         while True:
@@ -117,7 +137,7 @@ class Lookout:
                     self._note(now - self._asked)
                     return True
             slow = slow + 1 if now - began > CROWDED else 0
-            if slow == IN_A_ROW:
+            if slow == IN_A_ROW or (slow and is_crowded()):
                 self._begin_rest(now)
                 return False
 

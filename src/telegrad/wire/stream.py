@@ -2,8 +2,10 @@
 
 The calls are few and each is cheap: on a plain socket, `recv_into` and `try_send` are one system
 call each. Reading blocks and is bounded by the kernel (`SO_RCVTIMEO`), not by a poll before each
-read. Writing never blocks: a writer that finds the stream full has better things to do than to
-wait, above all to read, or two ends that write at once would wait for each other for ever.
+read. Only who sleeps for the bytes of a Unix socket polls: in a read it would be woken each time
+that the other end has read what was sent before. Writing never blocks: a writer that finds the
+stream full has better things to do than to wait, above all to read, or two ends that write at once
+would wait for each other for ever.
 
 Closing. `close` shuts the connection down, which wakes the reader and tells the peer. The
 descriptor itself is closed when the stream is collected: a thread that is just entering a system
@@ -24,7 +26,7 @@ import select
 import socket
 import struct
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from telegrad.wire.lookout import Lookout, looking_at
@@ -50,6 +52,8 @@ class Stream(Protocol):
     """What the next read waits for, if that is known: some things take longer than others."""
     crowd: Collection[object]
     """Threads that wait for what comes by this stream, beside the one that reads."""
+    about_to_sleep: Callable[[], object]
+    """Called before a read that has looked for bytes sleeps for them; not by all streams."""
 
     @property
     def loss(self) -> OSError | None:
@@ -95,14 +99,24 @@ class PlainStream:
         self.loss: OSError | None = None
         self.crowd: Collection[object] = ()
         self.awaited = 0
+        self.about_to_sleep: Callable[[], object] = nobody_minds
         self._socket = sock
-        self._lookout = Lookout(looking_at(sock))
+        self._poll = looking_at(sock)
+        self._lookout = Lookout(self._poll)
+        self._polls = sock.family == socket.AF_UNIX
+        self._timeout: float | None = None
         close_when_collected(self, sock)
 
     def recv_into(self, view: memoryview) -> int:
         seen = not self.crowd and self._lookout.wait(self.awaited)
         came = True
         try:
+            if not seen:
+                self.about_to_sleep()
+                # In a crowd every further call is one more at which the interpreter is lost.
+                if self._polls and not self.crowd and not self._poll(self._timeout):
+                    came = False
+                    return -1
             return self._socket.recv_into(view)
         except BlockingIOError:
             came = False
@@ -124,6 +138,7 @@ class PlainStream:
             return 0
 
     def set_receive_timeout(self, seconds: float | None) -> None:
+        self._timeout = None if seconds is None else 1000 * seconds
         set_receive_timeout(self._socket, seconds)
 
     def try_send(self, parts: Sequence[Part]) -> int:
@@ -158,6 +173,10 @@ class PlainStream:
 
     def close(self) -> None:
         shut_down(self._socket)
+
+
+def nobody_minds() -> None:
+    """Who sets `Stream.about_to_sleep` is told when its reader has nothing to do."""
 
 
 def close_when_collected(stream: Stream, sock: socket.socket) -> None:

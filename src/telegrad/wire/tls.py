@@ -20,13 +20,14 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from telegrad.wire.stream import (
     DO_NOT_WAIT,
     Part,
     as_connection_error,
     close_when_collected,
+    nobody_minds,
     set_receive_timeout,
     shut_down,
     unheard,
@@ -66,6 +67,7 @@ class TlsStream:
         self.loss: OSError | None = None
         self.crowd: Collection[object] = ()
         self.awaited = 0
+        self.about_to_sleep: Callable[[], object] = nobody_minds
         self._socket = sock
         close_when_collected(self, sock)
         self._incoming = ssl.MemoryBIO()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from telegrad import native
 from telegrad.wire.connection import Connection, Turn
 from telegrad.wire.frames import Frame, whole
 from telegrad.wire.packed import NOT_QUICK, Packed
@@ -63,14 +64,11 @@ def arrive(link: Connection, frames: int, bytes_: int) -> Frame | Literal[False]
     return None
 
 
-BUILT = False
+_native = native.compiled("telegrad.wire._native")
+
+BUILT = _native is not None
 """Whether the compiled ones are used."""
 
-try:
-    from telegrad.wire import _native
-except ImportError:
-    pass
-else:
+if _native is not None:
     pack, unpack = _native.pack, _native.unpack
     frame, depart, arrive = _native.frame, _native.depart, _native.arrive
-    BUILT = True

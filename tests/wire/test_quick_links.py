@@ -461,6 +461,7 @@ def test_the_lookout_is_told_the_same(
     told = []
     for _ in range(2):
         watcher = link.stream._lookout = Watcher(sees)  # type: ignore[attr-defined]
+        link.stream.about_to_sleep = lambda told=watcher.told: told.append("sleeps")
         if comes:
             other.send(Kind.POST, 1)
         assert (link.receive() is not None) == comes

@@ -74,7 +74,7 @@ static PyObject *stream_type, *try_send, *recv_into, *try_recv_into;
 #define NAMES(X) \
     X(detach) X(numpy) X(data) X(cast) X(_current_level) X(tensors) X(dims) X(items) X(depth) \
     X(__self__) X(B) X(acquire) X(release) X(append) X(popleft) X(meta) X(__spec__) X(_initializing) \
-    X(try_send) X(recv_into) X(try_recv_into) X(fileno) X(wait) X(ended) X(crowd) X(awaited) X(loss) \
+    X(try_send) X(recv_into) X(try_recv_into) X(fileno) X(wait) X(sleep_for) X(crowd) X(awaited) X(loss) \
     X(_socket) X(_lookout)
 #define DECLARE(name) static PyObject *str_##name;
 NAMES(DECLARE)
@@ -1251,74 +1251,82 @@ taken(PyObject *link, PyObject *session, const View &window, uint64_t frames, ui
     return frame.release();
 }
 
-/* How many bytes came to the window; as `recv`, with the number of an error. What came is known to
- * the link before anything else happens. With an error set there is no memory for that. */
-static ssize_t
-received(PyObject *link, int descriptor, int flags, const View &window, int *number)
+/* The bytes of a stream are in the window, so many: the link knows that before anything else
+ * happens. False, with an error set, if there is no memory for it. */
+static bool
+note_bytes(PyObject *link, Py_ssize_t count)
 {
+    Ref end(PyLong_FromSsize_t(count));
+    Ref total(PyLong_FromUnsignedLongLong(NUMBER(link, received_bytes) + (uint64_t)count));
+    if (end)
+        put(&FIELD(link, _end), end.release());
+    if (total)
+        put(&FIELD(link, received_bytes), total.release());
+    return !PyErr_Occurred();
+}
+
+/* Bytes that were seen, or that may be there: how many were read, NOTHING_CAME, or LEFT_TO_PYTHON,
+ * which finds an end once more, and begins anew what a signal has interrupted. */
+static Py_ssize_t
+taken_up(PyObject *stream, int flags, const View &window)
+{
+    int descriptor = descriptor_of(stream), number;
+    if (descriptor < 0)
+        return LEFT_TO_PYTHON;
     ssize_t count;
     Py_BEGIN_ALLOW_THREADS
     count = recv(descriptor, window.start(), (size_t)window.size(), flags);
-    *number = errno;
+    number = errno;
     Py_END_ALLOW_THREADS
-    if (count > 0) {
-        PyObject *end = PyLong_FromSsize_t(count);
-        PyObject *total =
-            PyLong_FromUnsignedLongLong(NUMBER(link, received_bytes) + (uint64_t)count);
-        if (end != NULL)
-            put(&FIELD(link, _end), end);
-        if (total != NULL)
-            put(&FIELD(link, received_bytes), total);
-    }
-    return count;
+    if (count > 0)
+        return count;
+    if (count < 0 && (number == EAGAIN || number == EWOULDBLOCK))
+        return NOTHING_CAME;
+    if (count < 0 && number != EINTR)
+        note_loss(stream, number);
+    return LEFT_TO_PYTHON;
 }
 
-/* Fill the empty window, as `PlainStream.recv_into` or `try_recv_into` would: how many bytes,
- * NOTHING_CAME, or LEFT_TO_PYTHON, perhaps with an error set. */
+/* As `PlainStream.recv_into`; who has to sleep does so in Python. As `taken_up`. */
+static Py_ssize_t
+awaited_bytes(PyObject *stream, PyObject *target, const View &window)
+{
+    int crowd = has_crowd(stream), seen = 0;
+    if (crowd == 0) {
+        Ref awaited(PyObject_GetAttr(stream, str_awaited));
+        Ref lookout(awaited ? PyObject_GetAttr(stream, str__lookout) : NULL);
+        if (!lookout)
+            return LEFT_TO_PYTHON;
+        seen = is_true(PyObject_CallMethodOneArg(lookout.get(), str_wait, awaited.get()));
+    }
+    if (crowd < 0 || seen < 0)
+        return LEFT_TO_PYTHON;
+    if (seen)
+        return taken_up(stream, 0, window);
+    Ref count(PyObject_CallMethodOneArg(stream, str_sleep_for, target));
+    Py_ssize_t came = count ? PyLong_AsSsize_t(count.get()) : 0;
+    if (PyErr_Occurred() || came == 0)
+        return LEFT_TO_PYTHON;
+    return came < 0 ? NOTHING_CAME : came;
+}
+
+/* Fill the empty window from a plain stream: as `taken_up`, and perhaps with an error set if
+ * LEFT_TO_PYTHON. */
 static Py_ssize_t
 read_now(PyObject *link, const View &window)
 {
-    Ref stream = Ref::to(FIELD(link, stream));
-    int waits = PyObject_IsTrue(FIELD(link, _patience)), seen = 0, number = 0;
+    Ref stream = Ref::to(FIELD(link, stream)), target = Ref::to(FIELD(link, _window));
+    int waits = PyObject_IsTrue(FIELD(link, _patience));
     if (waits < 0 || (PyObject *)Py_TYPE(stream.get()) != stream_type ||
         !does_as_written(stream.get(), waits ? str_recv_into : str_try_recv_into,
                          waits ? recv_into : try_recv_into))
         return LEFT_TO_PYTHON;
-    int descriptor = descriptor_of(stream.get());
-    if (descriptor < 0)
-        return LEFT_TO_PYTHON;
     /* Before the read: others look at the window meanwhile. */
     put(&FIELD(link, _start), Py_NewRef(zero));
     put(&FIELD(link, _end), Py_NewRef(zero));
-    Ref lookout;
-    if (waits) {
-        Ref awaited(PyObject_GetAttr(stream.get(), str_awaited));
-        lookout = Ref(PyObject_GetAttr(stream.get(), str__lookout));
-        int crowd = lookout && awaited ? has_crowd(stream.get()) : -1;
-        if (crowd == 0)
-            seen = is_true(PyObject_CallMethodOneArg(lookout.get(), str_wait, awaited.get()));
-        if (crowd < 0 || seen < 0)
-            return LEFT_TO_PYTHON;
-    }
-    int flags = waits ? 0 : MSG_DONTWAIT | MSG_NOSIGNAL;
-    ssize_t count = received(link, descriptor, flags, window, &number);
-    if (PyErr_Occurred())
-        return LEFT_TO_PYTHON;
-    bool nothing = count < 0 && (number == EAGAIN || number == EWOULDBLOCK);
-    bool interrupted = count < 0 && number == EINTR;
-    if (count < 0 && !nothing && !interrupted)
-        note_loss(stream.get(), number);
-    if (waits && !seen && !PyErr_Occurred() && has_crowd(stream.get()) == 0) {
-        /* After a signal it is the same wait that goes on. */
-        PyObject *came = nothing || interrupted ? Py_False : Py_True;
-        Ref told(PyObject_CallMethodOneArg(lookout.get(), str_ended, came));
-    }
-    if (PyErr_Occurred())
-        return LEFT_TO_PYTHON;
-    if (nothing)
-        return NOTHING_CAME;
-    /* An end is still one when Python looks, and what a signal has interrupted is begun anew. */
-    return count > 0 ? count : LEFT_TO_PYTHON;
+    Py_ssize_t count = waits ? awaited_bytes(stream.get(), target.get(), window)
+                             : taken_up(stream.get(), MSG_DONTWAIT | MSG_NOSIGNAL, window);
+    return count > 0 && !note_bytes(link, count) ? LEFT_TO_PYTHON : count;
 }
 
 static PyObject *

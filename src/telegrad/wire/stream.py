@@ -108,15 +108,26 @@ class PlainStream:
         close_when_collected(self, sock)
 
     def recv_into(self, view: memoryview) -> int:
-        seen = not self.crowd and self._lookout.wait(self.awaited)
+        if self.crowd or not self._lookout.wait(self.awaited):
+            return self.sleep_for(view)
+        try:
+            return self._socket.recv_into(view)
+        except BlockingIOError:
+            return -1
+        except OSError as error:
+            self.loss = error.with_traceback(None)
+            return 0
+
+    def sleep_for(self, view: memoryview) -> int:
+        """As `recv_into`, by who has looked for bytes and seen none, or is not to look: that may
+        have been done by `_native.cpp`."""
         came = True
         try:
-            if not seen:
-                self.about_to_sleep()
-                # In a crowd every further call is one more at which the interpreter is lost.
-                if self._polls and not self.crowd and not self._poll(self._timeout):
-                    came = False
-                    return -1
+            self.about_to_sleep()
+            # In a crowd every further call is one more at which the interpreter is lost.
+            if self._polls and not self.crowd and not self._poll(self._timeout):
+                came = False
+                return -1
             return self._socket.recv_into(view)
         except BlockingIOError:
             came = False
@@ -125,7 +136,7 @@ class PlainStream:
             self.loss = error.with_traceback(None)
             return 0
         finally:
-            if not (seen or self.crowd):
+            if not self.crowd:
                 self._lookout.ended(came)
 
     def try_recv_into(self, view: memoryview) -> int:

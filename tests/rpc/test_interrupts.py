@@ -7,12 +7,13 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -258,6 +259,32 @@ def shielded_when_called_from_telegrad() -> list[bool]:
         interrupts.run_put_off()
     found: list[bool] = names["found"]
     return found
+
+
+class Pair(NamedTuple):
+    """As frames and messages are."""
+
+    first: object
+    second: object
+
+
+def test_to_make_a_named_tuple_is_part_of_what_it_is_made_for() -> None:
+    """An alarm between two instructions of it would be raised in the middle of the transport, and
+    what was read be lost."""
+    frames: list[Any] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if frame.f_code.co_filename == "<string>":
+            frames.append(frame)
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        Pair(1, 2)
+    finally:
+        sys.settrace(before)
+    (frame,) = frames
+    assert interrupts._is_nobodys(frame, frame.f_code, frame.f_code.co_filename)
 
 
 # Waits.

@@ -146,6 +146,9 @@ class Watch:
         _libc.timerfd_settime(self._alarm, 0, _NEVER, None)
         if is_needed():
             self.set_alarm()
+        else:
+            # One who has begun and ended meanwhile may have set what was then turned off.
+            self.idle = True
 
     def _rouse(self) -> None:
         self.sleeping = False

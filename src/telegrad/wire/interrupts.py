@@ -198,17 +198,19 @@ def _is_shielded(frame: FrameType | None) -> bool:
             return False
         if file.startswith(_SHIELDED):
             return True
-        if not _is_nobodys(code, file):
+        if not _is_nobodys(frame, code, file):
             return False
         frame = frame.f_back
     return False
 
 
-def _is_nobodys(code: CodeType, file: str) -> bool:
+def _is_nobodys(frame: FrameType, code: CodeType, file: str) -> bool:
     """Whether it runs for whoever called it."""
     if file == "<string>":
         # A method that a dataclass or a named tuple has had made; else a program given by `-c`.
-        return code.co_name.startswith("__")
+        # What makes a named tuple is a lambda, in a module that is there for nothing else.
+        module = str(frame.f_globals.get("__name__"))
+        return code.co_name.startswith("__") or module.startswith("namedtuple_")
     if file.startswith(_STANDARD):
         return "-packages" not in file
     return file.startswith(_TRANSPARENT)

@@ -12,7 +12,7 @@ from tests.documents import ROOT, page
 
 TREE = ROOT / "src" / "telegrad"
 TEXT = page("architecture.md")
-EVERYWHERE = {"version"}
+EVERYWHERE = {"version", "native"}
 """What every room may use."""
 LEVELS = [
     line.strip().split(", ")

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd import local, messages, nodes, plan, torch_private
 from telegrad.autograd.context import SendRecord
+from telegrad.autograd.errors import AutogradError
 from telegrad.wire.parcel import Parcel
 from tests.documents import ROOT
 
@@ -186,6 +187,15 @@ def test_gradients_of_leaves_are_settled_as_python_settles_them(case: str) -> No
         assert found is None
 
 
+def test_compiled_autograd_is_told_what_to_do_instead() -> None:
+    loss = recv((2,)).sum()
+    with (
+        torch._dynamo.compiled_autograd._enable(lambda graph: graph),
+        pytest.raises(AutogradError, match="A local backward reached a tensor that came"),
+    ):
+        loss.backward()
+
+
 GRADIENTS = [
     torch.rand(2),
     torch.rand(4, 4)[::2, ::2],
@@ -246,6 +256,8 @@ def test_damaged_gradients_are_left_to_python() -> None:
         assert compiled.read(Parcel(whole.topic, whole.data[:size], whole.tensors)) is None
     assert compiled.read(Parcel(whole.topic, whole.data + b"x", whole.tensors)) is None
     assert compiled.read(Parcel(whole.topic, whole.data, [])) is None
+    assert compiled.read(Parcel(whole.topic, whole.data, None)) is None
+    assert compiled.read(Parcel(whole.topic, whole.data, 3)) is None
     for strange in (None, 5, b"", ("topic", whole.data, whole.tensors)):
         assert compiled.read(strange) is None
 

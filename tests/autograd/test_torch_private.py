@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd import torch_private
 from tests.autograd.failing import Fails
+from tests.autograd.harness import Workers
 
 
 def test_the_highest_sequence_number_runs_first() -> None:
@@ -195,3 +198,44 @@ def test_who_else_knows_the_memory_of_a_tensor_is_counted() -> None:
     del view
     assert not torch_private.shares_memory(alone)
     assert torch_private.shares_memory(alone.to_sparse())
+
+
+FORKED = """
+import os, threading, torch
+from telegrad.autograd import torch_private
+
+def save(weight, barrier):
+    barrier.wait()
+    for _ in range(20):
+        weight.exp()
+
+torch.ones(2, requires_grad=True).exp().sum().backward()
+failed = 0
+for _ in range(60):
+    child = os.fork()
+    if not child:
+        torch_private.make_engine()
+        weight = torch.ones(2, requires_grad=True)
+        barrier = threading.Barrier(8)
+        threads = [threading.Thread(target=save, args=(weight, barrier)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        weight.exp().sum().backward()
+        os._exit(0)
+    failed += os.waitpid(child, 0)[1] != 0
+print(failed)
+"""
+
+
+def test_threads_of_a_forked_process_find_an_engine_that_is_made() -> None:
+    run = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
+    assert run.stdout.split() == ["0"], run.stderr[-2000:]
+
+
+def test_a_worker_has_its_engine_made_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[None] = []
+    monkeypatch.setattr(torch_private, "make_engine", lambda: made.append(None))
+    workers = Workers(2)
+    assert len(made) == len(workers.nodes)

@@ -17,6 +17,7 @@ import torch.distributed.rpc
 import torch.nn.parallel.distributed
 
 from telegrad import compat
+from telegrad.autograd import nodes
 from telegrad.compat import stock
 
 OTHER_NAMES = [
@@ -115,13 +116,14 @@ def test_names_that_code_imports_are_found_in_a_process_that_imported_nothing_be
 
 
 def test_autograd_nodes_bear_the_names_of_torch_only_while_installed() -> None:
-    from telegrad.autograd.crossing import RecvNode
-
-    own = RecvNode.__name__
+    arrived = torch.ones(1)
+    (recv,) = nodes.receive(1, 0, (0,), [arrived])
+    _, send, _ = nodes.send(lambda: 2, 0, [arrived])
     compat.install()
-    assert RecvNode.__name__ == "torch::distributed::autograd::RecvRpcBackward"
+    assert recv.name() == "torch::distributed::autograd::RecvRpcBackward"
+    assert send.name() == "torch::distributed::autograd::SendRpcBackward"
     compat.uninstall()
-    assert RecvNode.__name__ == own
+    assert (send.name(), recv.name()) == nodes.OWN_NAMES
 
 
 def test_submodules_that_were_imported_meanwhile_are_stock_again() -> None:

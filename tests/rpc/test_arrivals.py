@@ -369,3 +369,34 @@ def test_calls_to_many_that_are_interrupted_leave_all_links_as_they_were(
     make_job: MakeJob,
 ) -> None:
     assert make_job("a", "b", "c", "d")["a"].do(interrupt_fan, 300) > 20
+
+
+def until(moment: float) -> float:
+    while time.time() < moment:
+        pass
+    return moment
+
+
+def callbacks_that_wait_for_each_other(rounds: int) -> int:
+    """In how many rounds a callback that torch made waited in vain for the other reply."""
+    in_vain = 0
+    for _ in range(rounds):
+        done = threading.Event()
+
+        def one(done: threading.Event = done) -> None:
+            moment = time.time() + 0.03
+            first, second = (rpc.rpc_async(to, until, args=(moment,)) for to in ("b", "c"))
+            both = torch.futures.collect_all([first])
+            both.then(lambda _: torch.futures.collect_all([second]).wait()).wait()
+            done.set()
+
+        threading.Thread(target=one, daemon=True).start()
+        in_vain += not done.wait(20)
+    return in_vain
+
+
+def test_callbacks_of_replies_that_come_together_may_wait_for_each_other(
+    make_job: MakeJob,
+) -> None:
+    job = make_job("a", "b", "c")
+    assert job["a"].do(callbacks_that_wait_for_each_other, 8) == 0

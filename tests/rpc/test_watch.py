@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from telegrad.rpc import watch as watch_module
 from telegrad.rpc.watch import REST, TICK, Watch
 from tests.rpc.inside import when_settled
 
@@ -122,3 +123,31 @@ def test_an_alarm_rings_later_where_one_request_follows_the_other(watch: Watch) 
     watch.set_alarm()
     when_idle(watch)
     assert watch._rang - rang >= REST
+
+
+def test_an_alarm_that_is_needed_is_not_put_off_by_who_goes_to_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = Watch(lambda now: 1.0, lambda: math.inf, lambda work: work())
+    told: list[bytes] = []
+    real = watch_module._libc
+
+    class Libc:
+        @staticmethod
+        def timerfd_settime(descriptor: int, flags: int, when: bytes, old: object) -> int:
+            told.append(when)
+            return 0
+
+    monkeypatch.setattr(watch_module, "_libc", Libc)
+    try:
+        watch.set_alarm()
+        watch.turn_off(lambda: True)
+        assert len(told) == 1
+        # One begins after another looked for those that run, and takes the alarm for set.
+        looks = iter([False, False, True])
+        watch.turn_off(lambda: next(looks))
+        assert told[-1] != watch_module._NEVER
+        assert not watch.idle
+    finally:
+        monkeypatch.setattr(watch_module, "_libc", real)
+        watch.close()

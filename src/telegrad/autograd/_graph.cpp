@@ -42,7 +42,7 @@ using namespace torch::autograd;
 using NodePtr = c10::intrusive_ptr<Node>;
 
 /* Of Python, found by `found_in_python`. */
-PyObject *take, *fire, *anchor, *put_away, *bring_back, *size_type;
+PyObject *take, *fire, *refuse, *anchor, *put_away, *bring_back, *size_type;
 
 std::string send_name = "SendBackward", recv_name = "RecvBackward";
 
@@ -63,6 +63,17 @@ owned(PyObject *object)
     return object;
 }
 
+/* Compiled autograd looks at all nodes before it runs any. It never sees one of ours in a pass. */
+void
+refuse_to_be_compiled(const char *what, uint64_t peer)
+{
+    pybind11::gil_scoped_acquire with_interpreter;
+    Py_XDECREF(PyObject_CallFunction(refuse, "sK", what, peer));
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_RuntimeError, "A node of telegrad's cannot be compiled.");
+    raise_python_error();
+}
+
 /* ---- Nodes ---- */
 
 struct Send : Node {
@@ -71,6 +82,11 @@ struct Send : Node {
     std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> shapes;
 
     std::string name() const override { return send_name; }
+
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override
+    {
+        refuse_to_be_compiled("tensors sent to worker", peer);
+    }
 
     variable_list apply(variable_list &&) override
     {
@@ -94,6 +110,11 @@ struct Recv : Node {
     uint64_t index = 0;
 
     std::string name() const override { return recv_name; }
+
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override
+    {
+        refuse_to_be_compiled("a tensor that came from worker", peer);
+    }
 
     variable_list apply(variable_list &&gradients) override
     {
@@ -417,8 +438,10 @@ run_engine(const edge_list &roots, const variable_list &gradients, bool retain, 
            const edge_list &ends)
 {
     EagerEngine eager;
+    /* With the lock: in a process that was forked the first who asks for it makes it anew. */
+    Engine &engine = Engine::get_default_engine();
     pybind11::gil_scoped_release without_interpreter;
-    return Engine::get_default_engine().execute(roots, gradients, retain, create, false, ends);
+    return engine.execute(roots, gradients, retain, create, false, ends);
 }
 
 /* Add the edges into these nodes: the keys of a dictionary, or the items of a list. Whether none of
@@ -610,8 +633,14 @@ read(PyObject *, PyObject *const *args, Py_ssize_t count)
     if (!Py_IS_TYPE(parcel, (PyTypeObject *)parcel_type))
         Py_RETURN_NONE;
     PyObject *data = PyTuple_GET_ITEM(parcel, 1), *gradients = PyTuple_GET_ITEM(parcel, 2);
-    if (!PyBytes_CheckExact(data) || PyBytes_GET_SIZE(data) < HEAD || PyObject_Size(gradients) != 1)
+    if (!PyBytes_CheckExact(data) || PyBytes_GET_SIZE(data) < HEAD || !PySequence_Check(gradients))
         Py_RETURN_NONE;
+    Py_ssize_t width = PyObject_Size(gradients);
+    if (width != 1) {
+        if (width < 0)
+            return nullptr;
+        Py_RETURN_NONE;
+    }
     Head head;
     memcpy(&head, PyBytes_AS_STRING(data), HEAD);
     if (head.kind != GRADIENT || head.count || head.over || head.width != 1)
@@ -666,11 +695,12 @@ found_in_messages(PyObject *, PyObject *args)
 PyObject *
 found_in_python(PyObject *, PyObject *args)
 {
-    PyObject *found[5];
-    if (!PyArg_ParseTuple(args, "OOOOO", &found[0], &found[1], &found[2], &found[3], &found[4]))
+    PyObject *found[6];
+    if (!PyArg_ParseTuple(args, "OOOOOO", &found[0], &found[1], &found[2], &found[3], &found[4],
+                          &found[5]))
         return nullptr;
-    PyObject **places[5] = {&take, &fire, &anchor, &put_away, &bring_back};
-    for (int i = 0; i < 5; i++)
+    PyObject **places[6] = {&take, &fire, &refuse, &anchor, &put_away, &bring_back};
+    for (int i = 0; i < 6; i++)
         Py_XSETREF(*places[i], Py_NewRef(found[i]));
     Py_RETURN_NONE;
 }
@@ -713,7 +743,7 @@ PyMethodDef methods[] = {
     {"found_in_messages", found_in_messages, METH_VARARGS,
      "found_in_messages(parcel_type, gradient_type, topic, options, no_history, read_followed)"},
     {"found_in_python", found_in_python, METH_VARARGS,
-     "found_in_python(take, fire, anchor, put_away, bring_back): what is called from here"},
+     "found_in_python(take, fire, refuse, anchor, put_away, bring_back): what is called from here"},
     {"set_names", set_names, METH_VARARGS, "set_names(send, recv): what nodes say they are"},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -743,7 +773,7 @@ execute(PyObject *module)
     if (size_type == nullptr || str_bits == nullptr || str_sequel_bytes == nullptr)
         return -1;
     RecvType.tp_richcompare = compare_recvs;
-    RecvType.tp_hash = (hashfunc)_Py_HashPointer;
+    RecvType.tp_hash = PyBaseObject_Type.tp_hash;
     _initFunctionPyTypeObject(SendType, "SendBackward", send_properties, node_methods);
     _initFunctionPyTypeObject(RecvType, "RecvBackward", recv_properties, node_methods);
     registerCppFunction(typeid(Send), &SendType);

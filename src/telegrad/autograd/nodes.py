@@ -187,6 +187,7 @@ if compiled is not None:
     compiled.found_in_python(
         _take,
         _fire,
+        _running,
         _ANCHOR,
         torch_private.compiled_autograd.put_away,
         torch_private.compiled_autograd.bring_back,

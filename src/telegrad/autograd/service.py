@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from telegrad.autograd import torch_private
 from telegrad.autograd.answer import Answer
 from telegrad.autograd.backward import Post
 from telegrad.autograd.censuses import Censuses, read_number
@@ -50,6 +51,7 @@ class Autograd:
     """The autograd layer of one node."""
 
     def __init__(self, node: Any) -> None:
+        torch_private.make_engine()
         self.node = node
         self.container = Container(
             node.info.id,

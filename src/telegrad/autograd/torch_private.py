@@ -362,6 +362,16 @@ def accumulate(
         )
 
 
+def make_engine() -> None:
+    """Have torch make its engine anew in a process that was forked, while one thread works here.
+
+    The first operation there that saves a tensor destroys the engine of the parent and makes
+    another, with no lock: two threads that serve requests at once ended the process.
+    """
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).exp()
+
+
 def drop_queued_tasks() -> None:
     """Let go of what a failed engine call left in this thread's queue (it holds the graph)."""
     with torch.enable_grad(), eager_engine():

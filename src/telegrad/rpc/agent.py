@@ -22,6 +22,7 @@ from typing import Any
 from telegrad.rpc.arrivals import Arrivals
 from telegrad.rpc.calls import Pending, latched
 from telegrad.rpc.closing import IT_IS_OVER
+from telegrad.rpc.completions import Completions
 from telegrad.rpc.errors import NoRoom, TelegradError, WorkerLost
 from telegrad.rpc.failures import report_background_error
 from telegrad.rpc.futures import runs_callbacks
@@ -311,7 +312,7 @@ class Agent:
     def complete_elsewhere(self, settled: Iterable[Pending]) -> None:
         completed = [pending for pending in settled if pending.completion]
         if completed:
-            self.threads.run(partial(_complete, completed))
+            self.threads.run(Completions(completed, self.threads.run, self.watch.call_later).run)
 
     # Meeting others.
 

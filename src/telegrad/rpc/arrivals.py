@@ -16,8 +16,9 @@ The rules that make this safe:
   expected when it gives the role up. So nothing that was noticed can be lost by who noticed it.
 - Who gathers waits for nothing but here. What would take long is left to other threads, together
   with the role: a link that broke, a worker that leaves, tensors that come beside their frame.
-- Futures with callbacks (`Pending.pressing`) are completed by other threads at once. Those without
-  may wait for a moment, as the one that gathers is about to ask for them as a rule.
+- What was read for others is completed by other threads: the one that gathers has its own call to
+  come back from. Futures with callbacks (`Pending.pressing`) are given away at once; others may
+  wait for a moment, as the one that gathers is about to ask for them as a rule.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import contextlib
 import select
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from telegrad.rpc.calls import Pending
+from telegrad.rpc.completions import Completions
 from telegrad.rpc.watch import READABLE, Watch
 from telegrad.wire.lookout import Lookout
 
@@ -75,6 +76,9 @@ class Arrivals:
 
     def disarm(self, link: Outgoing, descriptor: int) -> None:
         """Somebody reads it."""
+        # Once: the end of a stream is told whatever is looked for, and each time anew.
+        if descriptor not in self._armed:
+            return
         self._armed.discard(descriptor)
         if self._links.get(descriptor) is link:
             with contextlib.suppress(OSError, ValueError):
@@ -136,28 +140,14 @@ class Arrivals:
         """Read what is here, on a thread that was lent for that."""
         if not self._begin():
             return
-        batches: list[Sequence[Pending]] = []
+        settled: list[Pending] = []
         try:
             self._found = self._poll(0)
-            batches += (link.read_in_passing() for link in self._take_found())
+            for link in self._take_found():
+                settled += link.read_in_passing()
         finally:
             self.end()
-            self._complete(batches)
-
-    def _complete(self, batches: list[Sequence[Pending]]) -> None:
-        """Callbacks of different links by different threads: one may wait for what another does."""
-        quiet: list[Pending] = []
-        pressing: list[Sequence[Pending]] = []
-        for batch in batches:
-            if are_pressing(batch):
-                pressing.append(batch)
-            else:
-                quiet += batch
-        for batch in pressing[1:]:
-            self._run(partial(_complete, batch))
-        _complete(quiet)
-        if pressing:
-            _complete(pressing[0])
+            Completions(settled, self._run, self._watch.call_later).run()
 
     def close(self) -> None:
         """This worker leaves. After its links have ended, and its watch."""
@@ -171,8 +161,3 @@ class Arrivals:
 def are_pressing(batch: Sequence[Pending]) -> bool:
     """Whether somebody may wait for their completion, and not for the calls."""
     return any(pending.pressing for pending in batch)
-
-
-def _complete(batch: Sequence[Pending]) -> None:
-    for pending in batch:
-        pending.complete()

@@ -249,21 +249,19 @@ class Outgoing:
         arrivals = self.agent.arrivals
         # Who waits for a future has others, as a rule; for any other call this link is enough.
         if pending.completion and arrivals.begin(self._descriptor):
-            gathered = False
+            others: list[Pending] = []
             try:
-                gathered = self._gather(pending, until)
+                if self._gather(pending, until, others):
+                    return True
             finally:
                 arrivals.end()
-                if not gathered:
-                    # What was read of other links has nothing to do with what becomes of this one.
-                    self.agent.complete_elsewhere(self._take_completed())
-            if gathered:
-                return True
+                self.agent.complete_elsewhere(others)
         self._disarm()
         return False
 
-    def _gather(self, pending: Pending, until: float) -> bool:
-        """As `_gathers`, with the right to do so. False: what is to come tells nobody."""
+    def _gather(self, pending: Pending, until: float, others: list[Pending]) -> bool:
+        """As `_gathers`, with the right to do so. False: what is to come tells nobody. `others` are
+        calls of other links that are still to be completed."""
         agent, link, awaited = self.agent, self.link, kind_of(pending.target)
         if link.has_bytes():
             self._take_up()
@@ -273,7 +271,7 @@ class Outgoing:
                 return False
             if self._served:
                 self._wake_next()
-            patience = MAY_WAIT if self._completed else RECEIVE_TIMEOUT
+            patience = MAY_WAIT if self._completed or others else RECEIVE_TIMEOUT
             for each in agent.arrivals.wait(awaited, patience):
                 if each is self:
                     self._take_up()
@@ -282,7 +280,7 @@ class Outgoing:
                 if are_pressing(completed):
                     agent.complete_elsewhere(completed)
                 else:
-                    self._completed += completed
+                    others += completed
             if pending.done:
                 break
             time_is = agent.node.runtime.now()
@@ -290,10 +288,13 @@ class Outgoing:
                 agent.node.calls.expire_one(pending)
             elif until <= time_is or interrupts.has_put_off():
                 break
-            elif self._completed:
+            elif self._completed or others:
                 kept_since = min(kept_since, time_is)
-                if time_is - kept_since >= MAY_WAIT or are_pressing(self._completed):
-                    agent.complete_elsewhere(self._take_completed())
+                kept = self._completed + others
+                if time_is - kept_since >= MAY_WAIT or are_pressing(kept):
+                    self._take_completed()
+                    others.clear()
+                    agent.complete_elsewhere(kept)
                     kept_since = math.inf
         return True
 
@@ -312,13 +313,15 @@ class Outgoing:
             else:
                 self._take_up()
         except LinkBroken as error:
+            self._in_passing = False
             self._mend_elsewhere(str(error))
             return ()
         except BaseException:
+            self._in_passing = False
             self.agent.complete_elsewhere(self._pass_on_reading())
             raise
-        finally:
-            self._in_passing = False
+        # While the role is still ours: the next one may be in passing as well.
+        self._in_passing = False
         part, self._parting = self._parting, None
         if part is not None:
             self._part_elsewhere(part)

@@ -140,15 +140,18 @@ class Watch:
 
     def turn_off(self, is_needed: Callable[[], bool]) -> None:
         """The calling thread is about to sleep: the alarm may be of no use any more."""
-        if self.idle or self._closed:
-            return
+        if self.idle or self._closed or is_needed():
+            return  # What is needed stays as it was set: others would put it off again and again.
         self.idle = True
         _libc.timerfd_settime(self._alarm, 0, _NEVER, None)
         if is_needed():
             self.set_alarm()
-        else:
-            # One who has begun and ended meanwhile may have set what was then turned off.
-            self.idle = True
+            return
+        # One who has begun and ended meanwhile may have set what was then turned off; and who
+        # began after that may have taken it for set.
+        self.idle = True
+        if is_needed():
+            self.set_alarm()
 
     def _rouse(self) -> None:
         self.sleeping = False

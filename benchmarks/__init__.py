@@ -1,0 +1,1 @@
+"""Measurements beside peers; each program runs by itself: `python -m benchmarks.rpc`."""

@@ -104,7 +104,7 @@ sanitize: $(READY)  ## the compiled parts under AddressSanitizer and UBSan
 	CXXFLAGS="-g -O1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover" \
 	  $(BIN)/python hatch_build.py $(SANITIZED)
 	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=src:. \
-	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	  ../../$(BIN)/pytest -q -p no:cacheprovider --timeout 900 tests/wire/test_quick.py tests/wire/test_quick_links.py \
 	  tests/wire/test_quick_tensors.py tests/wire/test_codec_hostile.py tests/wire/test_link.py tests/autograd/test_compiled.py \
 	  tests/autograd/test_crossing.py tests/autograd/test_local.py tests/autograd/test_leaves.py

@@ -1,13 +1,15 @@
-"""Classes and functions that the codec's tests send; they need names that can be imported."""
+"""What the codec's tests send: classes and functions that need names to be imported by; frames."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag, IntFlag, auto
 from functools import wraps
 from typing import Any, NamedTuple
 
 from telegrad.wire.codec import Trust, export, extend
+from telegrad.wire.frames import INLINE, head_of
 
 
 class Point(NamedTuple):
@@ -174,3 +176,18 @@ class OnSlots(Slotted):
     """A dataclass with a slot that is no field."""
 
     shown: int
+
+
+def whole_frame(
+    kind: int,
+    call_id: int,
+    note: bytes,
+    meta: bytes,
+    buffers: Sequence[memoryview],
+    seq: int,
+    ack: int,
+) -> bytes:
+    """A frame that frees no slots and has all of its buffers inline."""
+    rows = [(buffer.nbytes, INLINE) for buffer in buffers]
+    inline = sum(size for size, _ in rows)
+    return b"".join((head_of(kind, call_id, meta, note, rows, seq, ack, inline), *buffers))

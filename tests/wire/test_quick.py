@@ -17,7 +17,6 @@ import torch
 
 from telegrad.wire import codec, names, quick
 from telegrad.wire.codec import CodecError, Packed, Trust, pack, unpack
-from telegrad.wire.frames import Kind, whole
 from telegrad.wire.layouts import DTYPE_CODES
 from telegrad.wire.packed import NOT_QUICK
 from telegrad.wire.parcel import Parcel
@@ -314,21 +313,6 @@ def test_a_tensor_whose_storage_was_given_back_is_refused(left: int) -> None:
             pack(wrapped(freed))
 
 
-FRAMES: list[tuple[int, int, bytes, bytes, list[bytes], int, int]] = [
-    (Kind.CALL, 1, b"", b"", [], 1, 0),
-    (Kind.REPLY, (1 << 64) - 1, b"note", b"meta", [b"x"], (1 << 64) - 1, 5),
-    (Kind.POST, 7, b"", b"m" * 300, [b"x" * 100, b"", b"y" * 7, *[b"z"] * 9], 3, 2),
-    (Kind.HOUSEKEEPING, 0, b"", b"", [], 0, 9),
-]
-
-
-@pytest.mark.parametrize("fields", FRAMES)
-def test_a_frame_that_is_written_in_one_go_is_the_same(fields: Any) -> None:
-    kind, call_id, note, meta, buffers, seq, ack = fields
-    arguments = (kind, call_id, note, meta, [*map(memoryview, buffers)], seq, ack)
-    assert quick.frame(*arguments) == whole(*arguments)
-
-
 WITHOUT = """
 import sys
 sys.modules["telegrad.wire._native"] = None
@@ -353,8 +337,7 @@ def test_who_has_no_compiled_short_cuts_writes_and_reads_the_same() -> None:
 def test_no_object_is_kept_or_lost_by_short_cuts() -> None:
     """One too many or too few references to any of them shows after a thousand."""
     tensor, parcel = weights(), Parcel("a.topic", b"data", [weights()])
-    data = whole(Kind.CALL, 1, b"note", b"meta", [memoryview(b"abc")], 1, 0)
-    objects = [tensor, parcel, parcel.tensors, echo, Parcel, Packed, data, NOT_QUICK]
+    objects = [tensor, parcel, parcel.tensors, echo, Parcel, Packed, NOT_QUICK]
 
     def use() -> None:
         for value in (*QUICK, *NOT_SO, tensor, parcel, (echo, (tensor,), {})):
@@ -362,7 +345,6 @@ def test_no_object_is_kept_or_lost_by_short_cuts() -> None:
             buffers = buffers_of(packed)
             unpack(packed.meta, buffers)
             quick_unpack(packed.meta[:-1], buffers, Trust.CODE, LIMITS, None)
-        quick.frame(1, 1, b"", b"meta", [memoryview(data)], 1, 1)
 
     for _ in range(3):
         use()
@@ -454,15 +436,6 @@ def test_a_tensor_that_cannot_be_made_is_refused_as_by_the_long_way() -> None:
     for _ in range(2):
         with pytest.raises(CodecError, match="cannot be read"):
             unpack(message, [bytearray(4)], limits=replace(LIMITS, dims=100))
-
-
-def test_a_frame_of_what_is_not_bytes_is_written_all_the_same() -> None:
-    arguments = (bytearray(b"note"), memoryview(b"meta"), [memoryview(b"abc")])
-    expected = whole(1, 2, b"note", b"meta", [memoryview(b"abc")], 3, 4)
-    assert quick.frame(1, 2, *arguments, 3, 4) == expected
-    for kind in (-1, 256):
-        with pytest.raises(OverflowError):
-            quick.frame(kind, 2, *arguments, 3, 4)
 
 
 ANEW = """

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import random
 import signal
 import socket
 import struct
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from telegrad.wire import group, lane, quick, receiving, sending
+from telegrad.wire.arena import Arena, ArenaView
 from telegrad.wire.connection import READ_BUFFER, SMALL_FRAME, Connection, Incoming
 from telegrad.wire.errors import CodecError
-from telegrad.wire.frames import INLINE, Frame, FrameLimits, Kind, whole
+from telegrad.wire.frames import INLINE, Frame, FrameLimits, Kind
 from telegrad.wire.link import Link, LinkBroken, LinkClosed
 from telegrad.wire.receiving import ACK_BYTES, ACK_FRAMES
 from telegrad.wire.session import Session
 from telegrad.wire.stream import PlainStream
+from tests.wire.codec_samples import whole_frame
 
 pytestmark = pytest.mark.skipif(not quick.BUILT, reason="the short cuts were not compiled")
 
@@ -39,8 +43,33 @@ def ends() -> Iterator[tuple[Link, Link]]:
     other.close()
 
 
-def depart(link: Link, *message: Any, most: int = SMALL_FRAME) -> Any:
-    return quick.depart(link, *(message or MESSAGE), most)
+def linked_by_memory(size: int = 1 << 20) -> tuple[Link, Link]:
+    arenas = Arena(size), Arena(size)
+    links = []
+    for end, own, others in zip(socket.socketpair(), arenas, arenas[::-1], strict=True):
+        freed = deque[int]()
+        view = ArenaView(others.fd, freed.append)
+        links.append(Link(PlainStream(end), arena=own, view=view, freed=freed))
+    return links[0], links[1]
+
+
+@pytest.fixture
+def sharing() -> Iterator[tuple[Link, Link]]:
+    one, other = linked_by_memory()
+    yield one, other
+    one.close()
+    other.close()
+
+
+def lent(link: Link) -> int:
+    assert link._arena is not None
+    return link._arena.use.lent
+
+
+def depart(
+    link: Link, *message: Any, rows: list[int] | None = None, most: int = SMALL_FRAME
+) -> Any:
+    return quick.depart(link, *(message or MESSAGE), rows, most)
 
 
 def arrive(link: Link) -> Any:
@@ -53,6 +82,9 @@ def state(link: Link) -> dict[str, Any]:
     more = ("_queued_bytes", "_writing", "_ticket", "_tickets_written", "_start", "_end")
     fields |= {name: getattr(link, name) for name in (*more, "sent_bytes")}
     return fields | {
+        "freed": [*link.freed],
+        "_freed_since": link._freed_since,
+        "lent": 0 if link._arena is None else lent(link),
         "_kept": [*link.session._kept],
         "_queue": [*link._queue],
         "_lock": link._lock.locked(),
@@ -76,7 +108,7 @@ def test_what_departs_is_numbered_kept_and_written(ends: tuple[Link, Link]) -> N
     link.session.accept(1, 30)
     link.session.accept(2, 12)
     assert depart(link) is True
-    data = whole(*MESSAGE, seq=1, ack=2)
+    data = whole_frame(*MESSAGE, seq=1, ack=2)
     assert heard(other) == data
     assert list(link.session._kept) == [(1, data, len(data) - HEADER)]
     assert link.session.owes_ack() == (0, 0)
@@ -135,7 +167,7 @@ def test_only_plain_streams_are_written_to_and_read_quickly(
 ) -> None:
     link, other = ends
     change(link, monkeypatch)
-    data = whole(*MESSAGE, seq=1, ack=0)
+    data = whole_frame(*MESSAGE, seq=1, ack=0)
     turn, sent = depart(link)
     assert (turn, sent) == (([data], len(data), 1), None)
     assert link._writing
@@ -183,7 +215,7 @@ def test_a_stream_that_has_ended_breaks_the_link_of_its_writer(ends: tuple[Link,
 
 def test_who_waits_for_the_writer_is_told_the_long_way(ends: tuple[Link, Link]) -> None:
     link, other = ends
-    size = len(whole(*MESSAGE, seq=1, ack=0))
+    size = len(whole_frame(*MESSAGE, seq=1, ack=0))
     link._awaiting = 1
     turn, sent = depart(link)
     assert (sent, turn[1:]) == (size, (size, 1))
@@ -214,7 +246,6 @@ def test_who_waits_for_the_writer_is_told_the_long_way(ends: tuple[Link, Link]) 
         {"closed": True},
         {"broken": True},
         {"_queue": [b"before"]},
-        {"freed": [3]},
         {"_lock": "held"},
         {"_lock": None},
         {"stream": None},
@@ -241,10 +272,100 @@ def test_what_is_not_alone_or_not_whole_departs_the_long_way(
         setattr(link, name, value)
 
 
+FRAMES: list[tuple[int, int, Any, Any, list[bytes]]] = [
+    (Kind.CALL, 1, b"", b"", []),
+    (Kind.REPLY, (1 << 64) - 1, b"note", b"meta", [b"x"]),
+    (Kind.POST, 7, b"", b"m" * 300, [b"x" * 100, b"", b"y" * 7, b"z"]),
+    (Kind.HOUSEKEEPING, 0, bytearray(b"note"), memoryview(b"meta"), [b"abc"]),
+]
+
+
+@pytest.mark.parametrize("fields", FRAMES)
+def test_a_frame_is_written_as_the_long_way_writes_it(
+    ends: tuple[Link, Link], fields: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = ends
+    message = (*fields[:4], [*map(memoryview, fields[4])])
+    assert depart(link, *message) is True
+    assert heard(other) == whole_frame(*message, seq=1, ack=0)
+    the_long_way(monkeypatch)
+    link.send(*fields[:2], fields[3], message[4], note=fields[2])
+    assert heard(other) == whole_frame(*message, seq=2, ack=0)
+
+
+def test_what_lies_in_shared_memory_is_only_named(sharing: tuple[Link, Link]) -> None:
+    link, other = sharing
+    assert link._arena is not None
+    large = memoryview(bytes(range(256)) * 300)
+    place = link._arena.place(large)
+    rows = [3, INLINE, large.nbytes, place, 2, INLINE]
+    inline = [memoryview(b"abc"), memoryview(b"de")]
+    assert depart(link, *MESSAGE[:4], inline, rows=rows) is True
+    frame = arrive(other)
+    assert frame[:4] == MESSAGE[:4]
+    assert [*map(bytes, frame.buffers)] == [b"abc", bytes(large), b"de"]
+    assert lent(link) >= large.nbytes
+    frame.buffers[1][0] = 7  # It is the receiver's.
+
+    del frame
+    other._freed_since = 0.0
+    assert [*other.freed] == [place]
+    assert depart(other) is True
+    assert not other.freed
+    assert other._freed_since == math.inf
+    assert arrive(link) == Frame(*MESSAGE[:4], [bytearray(b"abc")])
+    assert lent(link) == 0
+
+
+def test_only_so_many_slots_go_along_at_once(sharing: tuple[Link, Link]) -> None:
+    link, _ = sharing
+    link.freed.extend(range(600))
+    link._freed_since = 0.0
+    assert depart(link) is True
+    assert [*link.freed] == [*range(sending.MAX_FREED_PER_FRAME, 600)]
+    assert link._freed_since == 0.0
+
+
+def test_slots_wait_on_if_their_frame_does_not_leave(sharing: tuple[Link, Link]) -> None:
+    link, _ = sharing
+    link.freed.extend((5, 3, 4))
+    before = state(link)
+    assert depart(link, most=30) is None
+    with pytest.raises(OverflowError):
+        depart(link, 256, 1, b"", b"", [])
+    assert state(link) == before
+
+
+@pytest.mark.parametrize("size", [1 << 40, 0])
+def test_memory_that_is_not_shared_is_refused(sharing: tuple[Link, Link], size: int) -> None:
+    link, other = sharing
+    assert depart(link, *MESSAGE[:4], [], rows=[size, 0]) is True
+    with pytest.raises(CodecError, match="refers to shared memory wrongly"):
+        other.receive()
+
+
+def test_slots_that_were_not_lent_are_refused(sharing: tuple[Link, Link]) -> None:
+    link, other = sharing
+    link.freed.append(4096)
+    assert depart(link) is True
+    with pytest.raises(CodecError, match="gives back shared memory wrongly"):
+        other.receive()
+
+
+def test_who_shares_no_memory_refuses_what_is_said_to_lie_there(ends: tuple[Link, Link]) -> None:
+    link, other = ends
+    for number, change in enumerate(({"rows": [8, 0]}, {})):
+        if number:
+            link.freed.append(0)
+        assert depart(link, *MESSAGE[:4], [], **change) is True
+        with pytest.raises(CodecError, match="shared memory that this link"):
+            other.receive()
+
+
 def test_what_is_too_long_departs_the_long_way(ends: tuple[Link, Link]) -> None:
     link, _ = ends
     before = state(link)
-    size = len(whole(*MESSAGE, seq=1, ack=0)) - HEADER
+    size = len(whole_frame(*MESSAGE, seq=1, ack=0)) - HEADER
     assert depart(link, *MESSAGE, most=size) is None
     assert depart(link, 1, 1, b"", b"", [memoryview(b"x")] * 5) is None
     assert state(link) == before
@@ -271,7 +392,7 @@ def test_what_cannot_be_written_is_given_no_number(
         depart(link, *message)
     assert state(link) == before
     with pytest.raises(TypeError, match="not a link"):
-        quick.depart(link.stream, *MESSAGE, 1)  # type: ignore[arg-type]
+        quick.depart(link.stream, *MESSAGE, None, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not a link"):
         quick.arrive(None, 1, 1)  # type: ignore[arg-type]
 
@@ -286,7 +407,7 @@ def test_what_has_arrived_is_taken_and_counts_as_seen(ends: tuple[Link, Link]) -
     for number in (1, 2, 3):
         seq, _ = link.session.stamp()
         link.session.keep(seq, b"kept", 10 * number)
-    data = whole(*MESSAGE, seq=1, ack=2)
+    data = whole_frame(*MESSAGE, seq=1, ack=2)
     show(link, data + data[:7], start=5)
     frame = arrive(link)
     assert frame == Frame(*MESSAGE[:4], [bytearray(b"abc")])
@@ -299,7 +420,7 @@ def test_what_has_arrived_is_taken_and_counts_as_seen(ends: tuple[Link, Link]) -
 
 
 def changed(place: int, value: int, size: int) -> bytes:
-    data = bytearray(whole(*MESSAGE, seq=1, ack=0))
+    data = bytearray(whole_frame(*MESSAGE, seq=1, ack=0))
     data[place : place + size] = value.to_bytes(size, "little")
     return bytes(data)
 
@@ -342,7 +463,7 @@ def test_what_is_not_usual_is_left_to_those_who_know_it(ends: tuple[Link, Link],
 
 def test_every_part_of_a_frame_is_left_to_those_who_read_on(ends: tuple[Link, Link]) -> None:
     link, _ = ends
-    data = whole(*MESSAGE, seq=1, ack=0)
+    data = whole_frame(*MESSAGE, seq=1, ack=0)
     for end in range(1, len(data)):
         show(link, data[:end])
         assert arrive(link) is None
@@ -363,7 +484,7 @@ def test_every_part_of_a_frame_is_left_to_those_who_read_on(ends: tuple[Link, Li
 def test_a_frame_beyond_the_limits_of_a_link_is_left_to_those_who_say_so() -> None:
     near, far = socket.socketpair()
     link = Link(PlainStream(near), limits=FrameLimits(frame_bytes=20))
-    show(link, whole(*MESSAGE, seq=1, ack=0))
+    show(link, whole_frame(*MESSAGE, seq=1, ack=0))
     assert arrive(link) is None
     with pytest.raises(CodecError, match="passes the limit"):
         link.take_up()
@@ -373,7 +494,7 @@ def test_a_frame_beyond_the_limits_of_a_link_is_left_to_those_who_say_so() -> No
 
 def test_who_owes_an_acknowledgement_goes_the_long_way(ends: tuple[Link, Link]) -> None:
     link, _ = ends
-    data = whole(*MESSAGE, seq=1, ack=0)
+    data = whole_frame(*MESSAGE, seq=1, ack=0)
     show(link, data)
     assert quick.arrive(link, 1, ACK_BYTES) is None
     assert quick.arrive(link, ACK_FRAMES, len(data) - HEADER) is None
@@ -401,7 +522,7 @@ def test_what_has_not_been_read_is_read(ends: tuple[Link, Link]) -> None:
 
 def test_a_part_that_was_read_is_completed(ends: tuple[Link, Link]) -> None:
     link, other = ends
-    data = whole(*MESSAGE, seq=1, ack=0)
+    data = whole_frame(*MESSAGE, seq=1, ack=0)
     other.stream.try_send([data[:60]])
     assert arrive(link) is None
     assert (link._start, link._end, link.received_bytes) == (0, 60, 60)
@@ -504,14 +625,16 @@ def the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
 def talk(seed: int) -> list[Any]:
     """What two ends know, and hear, after each of many messages of all sizes."""
     choose = random.Random(seed)
-    links = [Link(PlainStream(end)) for end in socket.socketpair()]
+    links = linked_by_memory(1 << 24)
     for link in links:
         link.stream.set_receive_timeout(0.001)
     told: list[Any] = []
+    held: list[Any] = []
     for _ in range(600):
         link = choose.choice(links)
         if choose.random() < 0.55:
-            sizes = [choose.choice((0, 1, 40, 3000)) for _ in range(choose.choice((0, 0, 1, 2, 6)))]
+            lengths = (0, 1, 40, 3000, 65_536, 70_000)
+            sizes = [choose.choice(lengths) for _ in range(choose.choice((0, 0, 1, 2, 6)))]
             link.send(
                 choose.choice((Kind.CALL, Kind.REPLY, Kind.POST, Kind.HOUSEKEEPING)),
                 choose.randrange(1 << 64),
@@ -523,6 +646,10 @@ def talk(seed: int) -> list[Any]:
         else:
             frame = link.receive()
             told.append(frame and frame._replace(buffers=[*map(bytes, frame.buffers)]))
+            held.append(frame)
+            del frame
+            if len(held) > 5:
+                held.pop(choose.randrange(5))
         told.append([state(each) for each in links])
     for link in links:
         link.close()

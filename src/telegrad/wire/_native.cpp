@@ -6,12 +6,12 @@
  *
  *   pack, unpack    a call of a function with a few tensors, a tensor, None, and a parcel with a
  *                   few tensors: the bytes that `encode` and `tensors` would write
- *   frame           a frame all of whose buffers are inline: the bytes of `frames.whole`
- *   depart          such a frame, numbered, kept and written, as `Sending.send` does it
+ *   depart          a frame whose buffers are inline or in shared memory, numbered, kept and written,
+ *                   as `Sending.send` does it
  *   arrive          such a frame, read if none is here yet, as `Receiving.receive` does it
  *
  * What is not of such a form, or looks wrong in any way, is left to the Python code: `unpack` then
- * gives NOT_QUICK, and all others but `frame` give None, with nothing done that Python would not
+ * gives NOT_QUICK, and all others give None, with nothing done that Python would not
  * have done and go on from. So this file need not be built: small messages only take longer then.
  *
  * Bytes are written and read here only for a stream that is a `PlainStream` in all that it does. The
@@ -61,21 +61,25 @@
 
 enum { FEW = 4, SHORT = 255, SMALL = 1 << 13, REQUIRES_GRAD = 1 };
 enum { TAG_NONE = 0, TAG_TUPLE = 13, TAG_DICT = 17, TAG_TENSOR = 29, TAG_NAMED = 30, TAG_PARCEL = 39 };
-enum { HEADER = 52, ROW = 16, FIRST_KIND = 1, HOUSEKEEPING = 5, LAST_KIND = 6 };
+enum { HEADER = 52, ROW = 16, SLOT = 8, MOST_FREED = 512, FIRST_KIND = 1, HOUSEKEEPING = 5, LAST_KIND = 6 };
 /* Numpy, by which the long way goes, ended here once. */
 enum { MOST_DIMS = 32 };
 #define INLINE UINT64_MAX
+/* Places below this one are offsets in shared memory. */
+#define SPLIT (UINT64_C(1) << 62)
 
 /* Of other modules, found when this one is imported. */
 static PyObject *tensor_type, *parcel_type, *packed_type, *frame_type, *forward_ad;
-static PyObject *name_of, *object_named, *known_names, *trust_in_code, *not_quick, *zero;
+static PyObject *name_of, *object_named, *known_names, *trust_in_code, *not_quick, *zero, *never;
 static PyObject *stream_type, *try_send, *recv_into, *try_recv_into;
+/* Made here. */
+static PyObject *memory_type;
 
 #define NAMES(X) \
-    X(detach) X(numpy) X(data) X(cast) X(_current_level) X(tensors) X(dims) X(items) X(depth) \
+    X(_current_level) X(tensors) X(dims) X(items) X(depth) \
     X(__self__) X(B) X(acquire) X(release) X(append) X(popleft) X(meta) X(__spec__) X(_initializing) \
     X(try_send) X(recv_into) X(try_recv_into) X(fileno) X(wait) X(sleep_for) X(crowd) X(awaited) X(loss) \
-    X(_socket) X(_lookout)
+    X(_socket) X(_lookout) X(_shared) X(_release) X(appendleft)
 #define DECLARE(name) static PyObject *str_##name;
 NAMES(DECLARE)
 
@@ -185,14 +189,50 @@ struct Sent {
     char header[2 + 8 * MOST_DIMS];
 };
 
-/* The memory of a tensor of some size, as the program sees it, so that it is sent without a copy. */
-static Ref
-view_of(PyObject *tensor, int requires_grad)
+/* The memory of a tensor of some size, as the program sees it, so that it is sent without a copy. The
+ * storage is kept, and keeps its size, as torch has it where numpy looks at a tensor. */
+struct Memory {
+    PyObject_HEAD
+    c10::Storage storage;
+    char *start;
+    Py_ssize_t size;
+};
+
+static int
+memory_shown(PyObject *memory, Py_buffer *view, int flags)
 {
-    Ref plain(requires_grad ? PyObject_CallMethodNoArgs(tensor, str_detach) : Py_NewRef(tensor));
-    Ref array(plain ? PyObject_CallMethodNoArgs(plain.get(), str_numpy) : NULL);
-    Ref data(array ? PyObject_GetAttr(array.get(), str_data) : NULL);
-    return Ref(data ? PyObject_CallMethodOneArg(data.get(), str_cast, str_B) : NULL);
+    Memory *shown = (Memory *)memory;
+    return PyBuffer_FillInfo(view, memory, shown->start, shown->size, 0, flags);
+}
+
+static void
+memory_freed(PyObject *memory)
+{
+    PyTypeObject *type = Py_TYPE(memory);
+    ((Memory *)memory)->storage.~Storage();
+    type->tp_free(memory);
+    Py_DECREF(type);
+}
+
+static PyType_Slot memory_slots[] = {
+    {Py_tp_dealloc, (void *)memory_freed}, {Py_bf_getbuffer, (void *)memory_shown}, {0, NULL}};
+
+static PyType_Spec memory_spec = {
+    "telegrad.wire._native.Memory", sizeof(Memory), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, memory_slots};
+
+static Ref
+view_of(const c10::Storage &storage, char *start, Py_ssize_t nbytes)
+{
+    Ref memory(((PyTypeObject *)memory_type)->tp_alloc((PyTypeObject *)memory_type, 0));
+    if (!memory)
+        return Ref();
+    Memory *made = (Memory *)memory.get();
+    new (&made->storage) c10::Storage(storage);
+    made->storage.unsafeGetStorageImpl()->set_resizable(false);
+    made->start = start;
+    made->size = nbytes;
+    return Ref(PyMemoryView_FromObject(memory.get()));
 }
 
 static Ref
@@ -243,26 +283,19 @@ describe(PyObject *tensor, Sent *sent)
         if ((nbytes = laid_out(found, sent)) < 0)
             return 0;
         /* As `data_ptr` does it: a copy that was put off is made, what must not be seen throws. */
-        const char *start = static_cast<const char *>(found.storage().mutable_data());
+        char *start = static_cast<char *>(found.storage().mutable_data());
         if (start == NULL)
             return 0;
         sent->storage = start;
         sent->requires_grad = found.requires_grad();
-        if (nbytes <= SMALL) {
-            start += found.storage_offset() * static_cast<int64_t>(found.itemsize());
-            sent->buffer = copy_of(start, nbytes);
-        }
+        start += found.storage_offset() * static_cast<int64_t>(found.itemsize());
+        sent->buffer = nbytes <= SMALL ? copy_of(start, nbytes) : view_of(found.storage(), start, nbytes);
     }
     catch (const std::exception &) {
         /* It looks like others and has no memory. */
         return 0;
     }
-    if (nbytes > SMALL)
-        sent->buffer = view_of(tensor, sent->requires_grad);
-    if (!sent->buffer)
-        return -1;
-    /* What was called may have changed the tensor. */
-    return PyObject_Size(sent->buffer.get()) == nbytes;
+    return sent->buffer ? 1 : -1;
 }
 
 /* Whether tensors may have tangents, as `torch_private.in_dual_level`; -1 with an error set. */
@@ -793,40 +826,75 @@ get_u64(const char *at)
     return value;
 }
 
-/* The header, and a row for each view but the first two, which are note and meta. */
-static char *
-put_head(char *at, int kind, uint64_t call_id, uint64_t seq, uint64_t ack, const View *views,
-         Py_ssize_t count, Py_ssize_t total)
-{
-    memset(at, 0, 4);
-    at[0] = (char)kind;
-    put_u32(at + 4, views[0].size());
-    put_u32(at + 8, count);
-    put_u32(at + 12, 0);
-    put_u32(at + 16, views[1].size());
-    put_u64(at + 20, (uint64_t)total);
-    put_u64(at + 28, seq);
-    put_u64(at + 36, ack);
-    put_u64(at + 44, call_id);
-    at += HEADER;
-    for (Py_ssize_t i = 0; i < count; i++, at += ROW) {
-        put_u64(at, (uint64_t)views[2 + i].size());
-        put_u64(at + 8, INLINE);
+/* Slots of shared memory that a frame gives back. They are taken from where they wait, and put there
+ * again if it does not leave. */
+class Freed {
+  public:
+    Freed() = default;
+    Freed(const Freed &) = delete;
+    Freed &operator=(const Freed &) = delete;
+    ~Freed()
+    {
+        if (left_ || !count_)
+            return;
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        while (count_) {
+            Ref offset(PyLong_FromUnsignedLongLong(offsets_[--count_]));
+            Ref done(offset ? PyObject_CallMethodOneArg(waiting_.get(), str_appendleft, offset.get()) : NULL);
+        }
+        PyErr_Restore(type, value, trace);
     }
-    return at;
-}
+
+    /* False with an error set. */
+    bool
+    take(PyObject *waiting)
+    {
+        waiting_ = Ref::to(waiting);
+        while (count_ < MOST_FREED && PyObject_Size(waiting) > 0) {
+            Ref offset(PyObject_CallMethodNoArgs(waiting, str_popleft));
+            if (!offset)
+                return false;
+            offsets_[count_] = PyLong_AsUnsignedLongLong(offset.get());
+            if (PyErr_Occurred())
+                return false;
+            count_++;
+        }
+        return !PyErr_Occurred();
+    }
+    /* The frame leaves. */
+    void leave() { left_ = true; }
+    Py_ssize_t count() const { return count_; }
+    uint64_t operator[](Py_ssize_t i) const { return offsets_[i]; }
+
+  private:
+    Ref waiting_;
+    Py_ssize_t count_ = 0;
+    bool left_ = false;
+    uint64_t offsets_[MOST_FREED];
+};
+
+/* What is to be sent, and where its buffers go: the rows of the table, or NULL if all are inline. */
+struct Message {
+    PyObject *const *parts; /* kind, call id, note, meta, the buffers that are inline */
+    PyObject *rows;
+};
 
 /* The bytes of a frame. NULL without an error if it is as long as `most` or longer. */
 static PyObject *
-made_frame(PyObject *const *message, uint64_t seq, uint64_t ack, Py_ssize_t most)
+made_frame(const Message &message, const Freed &freed, uint64_t seq, uint64_t ack, Py_ssize_t most)
 {
-    long kind = PyLong_AsLong(message[0]);
-    uint64_t call_id = PyLong_AsUnsignedLongLong(message[1]);
-    Ref buffers(PyErr_Occurred() ? NULL : PySequence_Tuple(message[4]));
-    if (!buffers)
+    PyObject *const *parts = message.parts;
+    long kind = PyLong_AsLong(parts[0]);
+    uint64_t call_id = PyLong_AsUnsignedLongLong(parts[1]);
+    Ref buffers(PyErr_Occurred() ? NULL : PySequence_Tuple(parts[4]));
+    Ref rows(buffers && message.rows ? PySequence_Tuple(message.rows) : NULL);
+    if (!buffers || (message.rows && !rows))
         return NULL;
     /* Note and meta come first, and then the buffers. */
-    Py_ssize_t count = PyTuple_GET_SIZE(buffers.get()), total = ROW * count;
+    Py_ssize_t count = PyTuple_GET_SIZE(buffers.get());
+    Py_ssize_t listed = rows ? PyTuple_GET_SIZE(rows.get()) / 2 : count;
+    Py_ssize_t total = ROW * listed + SLOT * freed.count();
     View few[2 + FEW], *views = few;
     std::unique_ptr<View[]> many;
     if (count > FEW) {
@@ -835,7 +903,7 @@ made_frame(PyObject *const *message, uint64_t seq, uint64_t ack, Py_ssize_t most
             return PyErr_NoMemory();
     }
     for (Py_ssize_t i = 0; i < 2 + count; i++) {
-        PyObject *part = i < 2 ? message[2 + i] : PyTuple_GET_ITEM(buffers.get(), i - 2);
+        PyObject *part = i < 2 ? parts[2 + i] : PyTuple_GET_ITEM(buffers.get(), i - 2);
         if (!views[i].hold(part, PyBUF_SIMPLE))
             return NULL;
         total += views[i].size();
@@ -846,54 +914,33 @@ made_frame(PyObject *const *message, uint64_t seq, uint64_t ack, Py_ssize_t most
         PyErr_SetString(PyExc_OverflowError, "a frame has more to say than fits its header");
         return NULL;
     }
-    PyObject *frame = PyBytes_FromStringAndSize(NULL, HEADER + total);
-    if (frame == NULL)
+    Ref frame(PyBytes_FromStringAndSize(NULL, HEADER + total));
+    if (!frame)
         return NULL;
-    char *at = PyBytes_AS_STRING(frame);
-    at = put_head(at, (int)kind, call_id, seq, ack, views, count, total);
+    char *at = PyBytes_AS_STRING(frame.get());
+    memset(at, 0, 4);
+    at[0] = (char)kind;
+    put_u32(at + 4, views[0].size());
+    put_u32(at + 8, listed);
+    put_u32(at + 12, freed.count());
+    put_u32(at + 16, views[1].size());
+    put_u64(at + 20, (uint64_t)total);
+    put_u64(at + 28, seq);
+    put_u64(at + 36, ack);
+    put_u64(at + 44, call_id);
+    at += HEADER;
+    for (Py_ssize_t i = 0; i < listed; i++, at += ROW) {
+        put_u64(at, rows ? PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(rows.get(), 2 * i))
+                         : (uint64_t)views[2 + i].size());
+        put_u64(at + 8, rows ? PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(rows.get(), 2 * i + 1)) : INLINE);
+    }
+    for (Py_ssize_t i = 0; i < freed.count(); i++, at += SLOT)
+        put_u64(at, freed[i]);
     for (Py_ssize_t i = 0; i < 2 + count; i++) {
         memcpy(at, views[i].start(), (size_t)views[i].size());
         at += views[i].size();
     }
-    return frame;
-}
-
-static PyObject *
-native_frame(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (nargs != 7) {
-        PyErr_SetString(PyExc_TypeError,
-                        "frame takes kind, call id, note, meta, buffers, number, acknowledgement");
-        return NULL;
-    }
-    uint64_t seq = PyLong_AsUnsignedLongLong(args[5]), ack = PyLong_AsUnsignedLongLong(args[6]);
-    return PyErr_Occurred() ? NULL : made_frame(args, seq, ack, PY_SSIZE_T_MAX);
-}
-
-/* The buffers of a frame, each in memory of its own; NULL without an error if one is elsewhere or
- * they do not fill the frame. */
-static PyObject *
-own_buffers(const char *rows, Py_ssize_t count, const char *at, const char *end)
-{
-    Py_ssize_t left = end - at;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint64_t size = get_u64(rows + ROW * i);
-        if (get_u64(rows + ROW * i + 8) != INLINE || size > (uint64_t)left)
-            return NULL;
-        left -= (Py_ssize_t)size;
-    }
-    if (left)
-        return NULL;
-    Ref buffers(PyList_New(count));
-    for (Py_ssize_t i = 0; buffers && i < count; i++) {
-        Py_ssize_t size = (Py_ssize_t)get_u64(rows + ROW * i);
-        PyObject *buffer = PyByteArray_FromStringAndSize(at, size);
-        if (buffer == NULL)
-            return NULL;
-        PyList_SET_ITEM(buffers.get(), i, buffer);
-        at += size;
-    }
-    return buffers.release();
+    return PyErr_Occurred() ? NULL : frame.release();
 }
 
 /* What the header of a frame says. */
@@ -910,27 +957,11 @@ read_head(const char *at)
             get_u64(at + 28),     get_u64(at + 36), get_u64(at + 44)};
 }
 
-/* The frame that has this head and begins here; NULL without an error if not all is inline. */
-static PyObject *
-read_frame(const Head *head, const char *start)
-{
-    const char *rows = start + HEADER, *at = rows + ROW * head->count;
-    const char *inlined = at + head->note + head->meta;
-    PyObject *buffers = own_buffers(rows, (Py_ssize_t)head->count, inlined, rows + head->total);
-    if (buffers == NULL)
-        return NULL;
-    PyObject *fields[5] = {PyLong_FromLong(head->kind), PyLong_FromUnsignedLongLong(head->call_id),
-                           PyBytes_FromStringAndSize(at, (Py_ssize_t)head->note),
-                           PyBytes_FromStringAndSize(at + head->note, (Py_ssize_t)head->meta),
-                           buffers};
-    return named_tuple(frame_type, 5, fields);
-}
-
 /* ---- Links ---- */
 
 /* Where the fields of a connection and of its session lie, which are slots of their classes. */
 #define CONNECTION_FIELDS(X) \
-    X(closed) X(broken) X(freed) X(session) X(stream) X(sent_bytes) X(received_bytes) X(_lock) \
+    X(_view) X(_freed_since) X(closed) X(broken) X(freed) X(session) X(stream) X(sent_bytes) X(received_bytes) X(_lock) \
     X(_queue) X(_writing) X(_awaiting) X(_overdue) X(_ticket) X(_tickets_written) X(_window) X(_start) \
     X(_end) X(_large) X(_unsuspicious) X(_patience)
 #define SESSION_FIELDS(X) \
@@ -977,15 +1008,14 @@ static int
 is_free(PyObject *link)
 {
     return FIELD(link, closed) == Py_False && FIELD(link, broken) == Py_False &&
-           FIELD(link, _writing) == Py_False && PyObject_Size(FIELD(link, _queue)) == 0 &&
-           PyObject_Size(FIELD(link, freed)) == 0;
+           FIELD(link, _writing) == Py_False && PyObject_Size(FIELD(link, _queue)) == 0;
 }
 
 /* Number a frame and keep it; what is to be written, or NULL, without an error if it is too long.
  * With the lock held. All that may fail comes first: a number that is given and not kept ends the
  * session. */
 static PyObject *
-stamped(PyObject *link, PyObject *session, PyObject *const *message, Py_ssize_t most)
+stamped(PyObject *link, PyObject *session, const Message &message, Py_ssize_t most)
 {
     uint64_t seq = NUMBER(session, _sent) + 1, kept = NUMBER(session, _kept_total);
     uint64_t ticket = NUMBER(link, _ticket) + 1, sent = NUMBER(link, sent_bytes);
@@ -993,7 +1023,10 @@ stamped(PyObject *link, PyObject *session, PyObject *const *message, Py_ssize_t 
     Ref seen_bytes = Ref::to(FIELD(session, _seen_bytes));
     Ref seen = Ref::to(FIELD(session, _seen));
     uint64_t ack = PyLong_AsUnsignedLongLong(seen.get());
-    Ref whole(PyErr_Occurred() ? NULL : made_frame(message, seq, ack, most));
+    Freed freed;
+    if (PyErr_Occurred() || !freed.take(FIELD(link, freed)))
+        return NULL;
+    Ref whole(made_frame(message, freed, seq, ack, most));
     if (!whole)
         return NULL;
     uint64_t size = (uint64_t)PyBytes_GET_SIZE(whole.get());
@@ -1006,6 +1039,9 @@ stamped(PyObject *link, PyObject *session, PyObject *const *message, Py_ssize_t 
     Ref added(PyObject_CallMethodOneArg(FIELD(session, _kept), str_append, entry.get()));
     if (!added)
         return NULL;
+    freed.leave();
+    if (freed.count() && PyObject_Size(FIELD(link, freed)) == 0)
+        put(&FIELD(link, _freed_since), Py_NewRef(never));
     put(&FIELD(session, _sent), Py_NewRef(PyTuple_GET_ITEM(entry.get(), 0)));
     put(&FIELD(session, _last_kept), Py_NewRef(PyTuple_GET_ITEM(entry.get(), 0)));
     put(&FIELD(session, _kept_total), kept_total.release());
@@ -1142,14 +1178,15 @@ put_back(PyObject *link, PyObject *ticket)
 static PyObject *
 native_depart(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 7) {
+    if (nargs != 8) {
         PyErr_SetString(PyExc_TypeError,
-                        "depart takes a link, kind, call id, note, meta, buffers, a limit");
+                        "depart takes a link, kind, call id, note, meta, buffers, rows, a limit");
         return NULL;
     }
     PyObject *link = args[0];
     Ref session = session_of(link);
-    Py_ssize_t most = PyLong_AsSsize_t(args[6]), count = PyObject_Size(args[5]);
+    Py_ssize_t most = PyLong_AsSsize_t(args[7]), count = PyObject_Size(args[5]);
+    Message message = {args + 1, args[6] == Py_None ? NULL : args[6]};
     if (PyErr_Occurred())
         return NULL;
     if (!session || count > FEW)
@@ -1158,7 +1195,7 @@ native_depart(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (!left)
         return NULL;
     if (Lock lock(link); lock && is_free(link) && !PyErr_Occurred())
-        turn = Ref(stamped(link, session.get(), args + 1, most));
+        turn = Ref(stamped(link, session.get(), message, most));
     if (!turn)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     /* From here nothing is raised: who has become the writer has to know it. */
@@ -1208,6 +1245,76 @@ drop_kept(PyObject *session, uint64_t ack)
     return 0;
 }
 
+/* The buffers of a frame, in memory of their own or shared; NULL without an error, and without a trace,
+ * if one is elsewhere or those that are inline do not fill the frame. */
+static PyObject *
+read_buffers(PyObject *link, const char *rows, Py_ssize_t count, const char *at, const char *end)
+{
+    Py_ssize_t left = end - at;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint64_t size = get_u64(rows + ROW * i), place = get_u64(rows + ROW * i + 8);
+        if (place < SPLIT && FIELD(link, _view) != Py_None)
+            continue;
+        if (place != INLINE || size > (uint64_t)left)
+            return NULL;
+        left -= (Py_ssize_t)size;
+    }
+    if (left)
+        return NULL;
+    Ref buffers(PyList_New(count));
+    for (Py_ssize_t i = 0; buffers && i < count; i++) {
+        uint64_t size = get_u64(rows + ROW * i), place = get_u64(rows + ROW * i + 8);
+        PyObject *buffer;
+        if (place == INLINE) {
+            buffer = PyByteArray_FromStringAndSize(at, (Py_ssize_t)size);
+            at += size;
+        }
+        else {
+            Ref offset(PyLong_FromUnsignedLongLong(place)), length(PyLong_FromUnsignedLongLong(size));
+            PyObject *called[3] = {link, offset.get(), length.get()};
+            buffer = offset && length ? PyObject_VectorcallMethod(str__shared, called, 3, NULL) : NULL;
+        }
+        if (buffer == NULL)
+            return NULL;
+        PyList_SET_ITEM(buffers.get(), i, buffer);
+    }
+    return buffers.release();
+}
+
+/* The frame that has this head and begins here; NULL without an error if some of it is neither inline
+ * nor in shared memory. */
+static PyObject *
+read_frame(PyObject *link, const Head *head, const char *start)
+{
+    const char *rows = start + HEADER, *at = rows + ROW * head->count + SLOT * head->freed;
+    const char *inlined = at + head->note + head->meta;
+    PyObject *buffers = read_buffers(link, rows, (Py_ssize_t)head->count, inlined, rows + head->total);
+    if (buffers == NULL)
+        return NULL;
+    PyObject *fields[5] = {PyLong_FromLong(head->kind), PyLong_FromUnsignedLongLong(head->call_id),
+                           PyBytes_FromStringAndSize(at, (Py_ssize_t)head->note),
+                           PyBytes_FromStringAndSize(at + head->note, (Py_ssize_t)head->meta),
+                           buffers};
+    return named_tuple(frame_type, 5, fields);
+}
+
+/* Take back the slots that a frame with this head and this beginning gives back. False with an error
+ * set. */
+static bool
+took_back(PyObject *link, const Head *head, const char *start)
+{
+    Ref offsets(PyTuple_New((Py_ssize_t)head->freed));
+    const char *at = start + HEADER + ROW * head->count;
+    for (Py_ssize_t i = 0; offsets && i < (Py_ssize_t)head->freed; i++, at += SLOT) {
+        PyObject *offset = PyLong_FromUnsignedLongLong(get_u64(at));
+        if (offset == NULL)
+            return false;
+        PyTuple_SET_ITEM(offsets.get(), i, offset);
+    }
+    Ref done(offsets ? PyObject_CallMethodOneArg(link, str__release, offsets.get()) : NULL);
+    return static_cast<bool>(done);
+}
+
 /* Whether a frame with this head is the next one, for somebody, and can be taken from the bytes that
  * are here; and whether nothing has to be acknowledged when it has been taken. */
 static int
@@ -1217,8 +1324,8 @@ is_usual(PyObject *link, PyObject *session, const Head *head, Py_ssize_t have, u
     uint64_t total = head->total, seq = head->seq;
     if (head->kind < FIRST_KIND || head->kind > LAST_KIND || head->kind == HOUSEKEEPING)
         return 0;
-    if (head->freed || total > NUMBER(link, _unsuspicious) || total > (uint64_t)(have - HEADER) ||
-        ROW * head->count + head->note + head->meta > total)
+    if (total > NUMBER(link, _unsuspicious) || total > (uint64_t)(have - HEADER) ||
+        ROW * head->count + SLOT * head->freed + head->note + head->meta > total)
         return 0;
     if (seq != NUMBER(session, _seen) + 1 || head->ack > NUMBER(session, _sent))
         return 0;
@@ -1237,7 +1344,7 @@ taken(PyObject *link, PyObject *session, const View &window, uint64_t frames, ui
     Head head = read_head(at);
     if (!is_usual(link, session, &head, end - start, frames, bytes) || PyErr_Occurred())
         return NULL;
-    Ref frame(read_frame(&head, at));
+    Ref frame(read_frame(link, &head, at));
     if (!frame)
         return NULL;
     Ref seen(PyLong_FromUnsignedLongLong(head.seq));
@@ -1248,6 +1355,8 @@ taken(PyObject *link, PyObject *session, const View &window, uint64_t frames, ui
     put(&FIELD(session, _seen), seen.release());
     put(&FIELD(session, _seen_bytes), counted.release());
     put(&FIELD(link, _start), next.release());
+    if (head.freed && !took_back(link, &head, at))
+        return NULL;
     return frame.release();
 }
 
@@ -1442,7 +1551,9 @@ native_exec(PyObject *module)
         return -1;
     NAMES(INTERN)
     zero = PyLong_FromLong(0);
-    int found = zero != NULL && find("torch", "Tensor", &tensor_type) && find_types() &&
+    never = PyFloat_FromDouble(Py_HUGE_VAL);
+    memory_type = PyType_FromSpec(&memory_spec);
+    int found = zero != NULL && never != NULL && memory_type != NULL && find("torch", "Tensor", &tensor_type) && find_types() &&
                 find("torch.autograd", "forward_ad", &forward_ad) &&
                 find("telegrad.wire.names", "name_of", &name_of) &&
                 find("telegrad.wire.names", "object_named", &object_named) &&
@@ -1471,10 +1582,8 @@ static PyMethodDef methods[] = {
      "pack(obj, trust): the message, or None if it is not of a quick form"},
     {"unpack", (PyCFunction)(void (*)(void))native_unpack, METH_FASTCALL,
      "unpack(meta, buffers, trust, limits, arrive): what it holds, or NOT_QUICK"},
-    {"frame", (PyCFunction)(void (*)(void))native_frame, METH_FASTCALL,
-     "frame(kind, call_id, note, meta, buffers, seq, ack): the bytes of a frame"},
     {"depart", (PyCFunction)(void (*)(void))native_depart, METH_FASTCALL,
-     "depart(link, kind, call_id, note, meta, buffers, most): True, what is left to do, or None"},
+     "depart(link, kind, call_id, note, meta, buffers, rows, most): True, what is left to do, or None"},
     {"arrive", (PyCFunction)(void (*)(void))native_arrive, METH_FASTCALL,
      "arrive(link, frames, bytes): the next frame, False if none came, or None"},
     {NULL, NULL, 0, NULL},

@@ -17,15 +17,6 @@ def unpack(
     limits: Limits,
     arrive: Callable[[list[Tensor]], list[Tensor]] | None,
 ) -> Any: ...
-def frame(
-    kind: int,
-    call_id: int,
-    note: bytes,
-    meta: bytes,
-    buffers: Sequence[memoryview],
-    seq: int,
-    ack: int,
-) -> bytes: ...
 def depart(
     link: Connection,
     kind: int,
@@ -33,6 +24,7 @@ def depart(
     note: bytes,
     meta: bytes,
     buffers: Sequence[memoryview],
+    rows: Sequence[int] | None,
     most: int,
 ) -> tuple[Turn, int | None] | Literal[True] | None: ...
 def arrive(link: Connection, frames: int, bytes_: int) -> Frame | Literal[False] | None: ...

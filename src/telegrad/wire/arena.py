@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
+_PAGE_BITS = _PAGE.bit_length() - 1
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -228,7 +229,7 @@ class _Slots:
 
 def size_class(size: int) -> int:
     """The least slot size that holds `size`: four per power of two, whole pages."""
-    quarter = max(_PAGE, 1 << max(0, (size - 1).bit_length() - 3))
+    quarter = 1 << max(_PAGE_BITS, (size - 1).bit_length() - 3)
     return -(-size // quarter) * quarter
 
 

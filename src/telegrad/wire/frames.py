@@ -84,21 +84,6 @@ def head_of(
     return b"".join((HEADER.pack(kind, 0, *counts, seq, ack, call_id), table, note, meta))
 
 
-def whole(
-    kind: int,
-    call_id: int,
-    note: bytes,
-    meta: bytes,
-    buffers: Sequence[memoryview],
-    seq: int,
-    ack: int,
-) -> bytes:
-    """A frame that frees no slots and has all of its buffers inline."""
-    rows = [(buffer.nbytes, INLINE) for buffer in buffers]
-    inline = sum(size for size, _ in rows)
-    return b"".join((head_of(kind, call_id, meta, note, rows, seq, ack, inline), *buffers))
-
-
 def check_header(
     kind: int,
     buffers: int,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from telegrad import native
 from telegrad.wire.connection import Connection, Turn
-from telegrad.wire.frames import Frame, whole
+from telegrad.wire.frames import Frame
 from telegrad.wire.packed import NOT_QUICK, Packed
 from telegrad.wire.primitives import ByteBuffer
 from telegrad.wire.trust import Limits, Trust
@@ -35,9 +35,6 @@ def unpack(
     return NOT_QUICK
 
 
-frame = whole
-
-
 def depart(
     link: Connection,
     kind: int,
@@ -45,10 +42,12 @@ def depart(
     note: bytes,
     meta: bytes,
     buffers: Sequence[memoryview],
+    rows: Sequence[int] | None,
     most: int,
 ) -> tuple[Turn, int | None] | Literal[True] | None:
     """Number a frame, keep it and write it, if nobody else writes and nothing else is on the queue,
-    and it has less than so many bytes, all of them inline.
+    and it has less than so many bytes. `rows` are the numbers of its table, if some of its buffers
+    are in shared memory; those that are given go inline. What waits to be given back goes along.
 
     True: it is done. Else its sender has become the writer, of the turn, and so many bytes are
     written: some, all with others to be told, -1 if the stream has ended, None if that is still to
@@ -58,9 +57,9 @@ def depart(
 
 
 def arrive(link: Connection, frames: int, bytes_: int) -> Frame | Literal[False] | None:
-    """The next frame, if all of it is in the window, inline, and new, and fewer frames and bytes
-    than these are owed an acknowledgement then. An empty window is filled before. False: nothing
-    came in the time for it."""
+    """The next frame, if all of it is in the window or in shared memory, and new, and fewer frames
+    and bytes than these are owed an acknowledgement then. An empty window is filled before. False:
+    nothing came in the time for it."""
     return None
 
 
@@ -70,5 +69,4 @@ BUILT = _native is not None
 """Whether the compiled ones are used."""
 
 if _native is not None:
-    pack, unpack = _native.pack, _native.unpack
-    frame, depart, arrive = _native.frame, _native.depart, _native.arrive
+    pack, unpack, depart, arrive = _native.pack, _native.unpack, _native.depart, _native.arrive

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from telegrad.wire import interrupts
 from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, LinkClosed, Turn
-from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, ROW, head_of
+from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, head_of
 from telegrad.wire.group import GroupFailed, TensorGroup, Transfer
 from telegrad.wire.lane import Lane, are_large, cut
 from telegrad.wire.outbox import LATER_BYTES, QUEUE_BYTES, Outbox, size_of
-from telegrad.wire.quick import depart, frame
+from telegrad.wire.quick import depart
 
 ARENA_THRESHOLD = 1 << 16
 MAX_FREED_PER_FRAME = 512
@@ -85,43 +85,39 @@ class Sending(Outbox):
         At the `deadline` (of `time.monotonic`) it returns although the peer does not read: the rest
         of the frame, copied, stays on the queue.
         """
+        inline, rows = buffers, None
         if not later:
-            # As nearly all are: one piece, of which nothing is in the arena or the user's, and
-            # nobody else writes; the rest of this is for the others.
-            left = depart(self, kind, call_id, note, meta, buffers, SMALL_FRAME)
+            # As nearly all are: short without what is in shared memory, and nobody else writes; the
+            # rest of this is for the others.
+            left = depart(self, kind, call_id, note, meta, buffers, None, SMALL_FRAME)
+            if left is None and buffers and self._arena is not None and self._group is None:
+                inline, rows = self._placed(buffers)
+                if len(inline) < len(buffers):
+                    left = depart(self, kind, call_id, note, meta, inline, rows, SMALL_FRAME)
             if left is True:
                 return
             if left is not None:
                 self._write_queue(left[0], deadline, left[1])
                 return
-        inline = 0
-        if buffers:
-            if self._lane is not None or self.widen is not None or self._group is not None:
-                message = Message(kind, call_id, meta, buffers, tensors, note, untracked)
-                if self._send_by_group(message, deadline) or self._send_by_lane(message, deadline):
-                    return
-            inline = sum(map(_nbytes_of, buffers)) + ROW * len(buffers)
-        if self.freed or inline + len(meta) + len(note) >= SMALL_FRAME:
-            message = Message(kind, call_id, meta, buffers, tensors, note, untracked)
-            self._send_in_parts(message, later, deadline)
-            return
-        with self._lock:
-            if self.closed:
-                raise LinkClosed("the link is closed")
-            # What fails from here must not: a number that is given and not kept ends the session.
-            seq, ack = self.session.stamp()
-            whole = frame(kind, call_id, note, meta, buffers, seq, ack)
-            self._put(seq, whole, len(whole) - HEADER_SIZE, (whole,), len(whole))
-            turn = self._become_writer(True, later, deadline)
-        if turn is not None:
-            self._write_queue(turn, deadline)
+        message = Message(kind, call_id, meta, buffers, tensors, note, untracked)
+        if rows is None:
+            if buffers and (
+                self._send_by_group(message, deadline) or self._send_by_lane(message, deadline)
+            ):
+                return
+            inline, rows = self._placed(buffers)
+        self._send_in_parts(message, inline, rows, later, deadline)
 
-    def _send_in_parts(self, message: Message, later: bool, deadline: float) -> None:
-        """Send a frame of which some is in the arena, or in the memory of the user's tensors, or
-        that gives slots back."""
+    def _send_in_parts(
+        self,
+        message: Message,
+        inline: Sequence[memoryview],
+        rows: Sequence[int],
+        later: bool,
+        deadline: float,
+    ) -> None:
+        """Send a frame of which some may be in the arena, or in memory of the user's tensors."""
         kind, call_id, meta, buffers, tensors, note, untracked = message
-        rows: list[int] = []
-        inline: Sequence[memoryview] = self._place(buffers, rows)
         freed = self._take_freed()
         head = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed)
         total = len(meta) + len(note) + len(head) + sum(map(_nbytes_of, inline))
@@ -133,6 +129,7 @@ class Sending(Outbox):
         with self._lock:
             if self.closed:
                 raise LinkClosed("the link is closed")
+            # What fails from here must not: a number that is given and not kept ends the session.
             seq, ack = self.session.stamp()
             start = b"".join((HEADER.pack(*counts, seq, ack, call_id), head, note, meta))
             kept: bytes | Borrowed
@@ -159,9 +156,11 @@ class Sending(Outbox):
             return None
         return self._take_turn()
 
-    def _place(self, buffers: Sequence[memoryview], rows: list[int]) -> list[memoryview]:
-        """Note where each buffer goes; those that go inline."""
+    def _placed(self, buffers: Sequence[memoryview]) -> tuple[list[memoryview], list[int]]:
+        """Those that go inline, and the numbers of the frame's table. All others are copied to
+        shared memory, as far as there is room."""
         inline: list[memoryview] = []
+        rows: list[int] = []
         for buffer in buffers:
             size = buffer.nbytes
             place = None
@@ -174,7 +173,7 @@ class Sending(Outbox):
                 self.sent_bytes += size
             rows.append(size)
             rows.append(place)
-        return inline
+        return inline, rows
 
     def _take_freed(self) -> list[int]:
         freed: list[int] = []

@@ -9,7 +9,7 @@ BENCH  := $(VENV)/.bench
 # Tests start many processes, so two of them at a time are enough for any machine.
 JOBS   ?= 2
 
-.PHONY: help test unit demo lint format types bench bench-hop bench-cold bench-step bench-floor bench-threads bench-scaling bytecodes dry-run bench-rpc \
+.PHONY: help test unit demo lint format types bench bench-hop bench-cold bench-waiting bench-step bench-floor bench-threads bench-scaling bytecodes dry-run bench-rpc \
         bench-autograd bench-tensors bench-train bench-compile bench-tls bench-faults compile-report programs \
         fuzz sanitize strangers liars withstanding chaos soak conformance ecosystem slow clean
 
@@ -72,6 +72,9 @@ bench-cold: $(READY)  ## what code costs that runs once in a step of training
 
 bytecodes: $(READY)  ## how many instructions of Python a call, a hop and a step take; ARGS=--files, --functions
 	$(BIN)/python -m benchmarks.bytecodes $(ARGS)
+
+bench-waiting: $(READY)  ## what a step takes beyond one process if its module only waits
+	$(BIN)/python -m benchmarks.waiting --write $(ARGS)
 
 bench-train: $(READY)  ## a training step over remote parts, stock and telegrad interleaved
 	$(BIN)/python -m benchmarks.train

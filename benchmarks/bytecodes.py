@@ -84,9 +84,9 @@ def works() -> dict[str, Callable[[], object]]:
     return {
         "no-op": lambda: rpc.rpc_sync("worker1", _nothing),
         "hop": hops._hops(peer, x, 1, "smart"),
-        **{f"small step, {parts}": train._step_as_one(peer, small, parts) for parts in train.PARTS},
+        **{f"small step, {parts}": train.step_as_one(peer, small, parts) for parts in train.PARTS},
         **{
-            f"small step, {parts}, call by call": train._remote_step(peer, small, parts)
+            f"small step, {parts}, call by call": train.remote_step(peer, small, parts)
             for parts in train.PARTS
         },
     }

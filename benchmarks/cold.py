@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -19,7 +20,8 @@ from torch.nn.functional import cross_entropy
 
 import telegrad
 from benchmarks import machine, pages
-from benchmarks.train import RATE, SIZES, build_part
+from benchmarks.scattered import look_at, scattered
+from benchmarks.train import RATE, SIZES, build_part, look_at_the_clock
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
@@ -27,40 +29,37 @@ from telegrad.optim.owned import OwnedOptimizer
 from telegrad.wire.codec import pack
 
 TIMES = 400
+OBJECTS = 2000
 INTERRUPTED = 5e-6
 
-Found = dict[str, list[tuple[float, float]]]
+Found = dict[str, list[tuple[float, float, float]]]
 
 _found: Found = {}
 _message = ("operation", ((1, 2, 3), "forward", (None, torch.ones(32, 64)), {}), {})
 _numbers = torch.ones(8)
+_objects = scattered(OBJECTS)
 
 
 def _probe(where: str) -> None:
-    """Two pieces of short work: one of Python, one of torch."""
+    """Three pieces of short work: of Python, of torch, and of memory alone."""
     start = time.perf_counter()
     pack(_message)
     packed = time.perf_counter()
     _numbers + _numbers
-    _found.setdefault(where, []).append((packed - start, time.perf_counter() - packed))
-
-
-def _spin(seconds: float) -> Callable[[], None]:
-    def spin() -> None:
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            pass
-
-    return spin
+    added = time.perf_counter()
+    look_at(_objects)
+    looked = time.perf_counter()
+    _found.setdefault(where, []).append((packed - start, added - packed, looked - added))
 
 
 def _between() -> None:
     """In one process: after what the work was done once more."""
     waits: dict[str, Callable[[], None]] = {
         "right after itself": lambda: None,
-        "after spinning for 0.2 ms": _spin(0.0002),
-        "after spinning for 1 ms": _spin(0.001),
-        "after spinning for 8 ms": _spin(0.008),
+        "after spinning for 0.2 ms": partial(look_at_the_clock, 0.0002),
+        "after spinning for 1 ms": partial(look_at_the_clock, 0.001),
+        "after spinning for 4 ms": partial(look_at_the_clock, 0.004),
+        "after spinning for 8 ms": partial(look_at_the_clock, 0.008),
         "after sleeping for 1 ms": lambda: time.sleep(0.001),
         "after sleeping for 8 ms": lambda: time.sleep(0.008),
     }
@@ -138,7 +137,7 @@ def main() -> None:
         for where, found in (_found | there).items()
     ]
     often, long = interruptions()
-    head = ["", "packing a call", "adding two small tensors"]
+    head = ["", "packing a call", "adding two small tensors", f"looking at {OBJECTS:,} objects"]
     said = (
         f"A step of the small model on one worker runs {calls} functions of Python on the driver. "
         f"A thread that only looks at the clock stands still {often:.0f} times a second for more "

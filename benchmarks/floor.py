@@ -147,7 +147,7 @@ def _serve_part_by_threads(
         driver.send()
 
 
-def _bare_step(
+def bare_step(
     size: Size, parts: int, serve_part: Callable[..., None] = _serve_part
 ) -> Callable[[], None]:
     along = [socket.socketpair() for _ in range(parts + 1)]
@@ -183,7 +183,7 @@ def serve_bare(serve_part: Callable[..., None]) -> None:
     torch.set_num_threads(1)
     slices.serve(
         {
-            remote_case(name, parts): _bare_step(size, parts, serve_part)
+            remote_case(name, parts): bare_step(size, parts, serve_part)
             for name, size in SIZES.items()
             for parts in PARTS
         }

@@ -28,6 +28,7 @@ from torch.futures import Future
 import telegrad
 from benchmarks import machine, pages
 from benchmarks.peers import show
+from benchmarks.scattered import look_at, scattered
 from telegrad import autograd, rpc
 from telegrad.autograd.api import autograd_of
 from telegrad.autograd.context import working_in
@@ -39,6 +40,8 @@ STEP = 4
 LONGEST_RUN = 4.0
 RUNS = 3
 ROUNDS = 60
+OBJECTS = 3000
+"""A worker that serves a call touches about as many places in memory."""
 
 Points = dict[int, float]
 """Seconds for each number of things."""
@@ -216,15 +219,16 @@ def workers(most: int) -> dict[str, Points]:
     return {"workers: a call to each": calls, "workers: the whole job": jobs}
 
 
-def bare_processes(most: int) -> Points:
-    """The same calls, packed and unpacked, between processes that have a socket and nothing else.
+def bare_processes(most: int, objects: int) -> Points:
+    """The same calls, packed and unpacked, between processes that have a socket and nothing else,
+    and look at so many objects of their own for each call.
 
     What grows here grows with the processes that take turns on the cores, not with the job.
     """
     points: Points = {}
     count = 1
     while count <= most:
-        ends = [_fork_bare() for _ in range(count)]
+        ends = [_fork_bare(objects) for _ in range(count)]
         message = bytes(pack((nothing, (), {})).meta)
 
         def run(ends: list[socket.socket] = ends, message: bytes = message) -> None:
@@ -243,12 +247,14 @@ def bare_processes(most: int) -> Points:
     return points
 
 
-def _fork_bare() -> socket.socket:
+def _fork_bare(count: int) -> socket.socket:
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
+        objects = scattered(count)
         while data := theirs.recv(4096):
             function, args, kwargs = unpack(data, [])
+            look_at(objects)
             theirs.send(bytes(pack(function(*args, **kwargs)).meta))
         os._exit(0)
     theirs.close()
@@ -322,10 +328,13 @@ def main() -> None:
 
     most_workers = 8 if arguments.quick else arguments.workers
     # First of all: to fork is safe while there are no threads.
-    bare = bare_processes(most_workers)
+    bare = {
+        "bare processes: a call to each": bare_processes(most_workers, 0),
+        f"the same, looking at {OBJECTS:,} objects": bare_processes(most_workers, OBJECTS),
+    }
     results = telegrad.run(run_cases, workers=1)
     if (arguments.only or "") in "workers":
-        results |= workers(most_workers) | {"bare processes: a call to each": bare}
+        results |= workers(most_workers) | bare
     head, rows = table(results)
     print(machine.describe())
     print(pages.plain(head, rows))

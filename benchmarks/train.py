@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median, quantiles
@@ -40,6 +41,8 @@ class Size:
     width: int
     layers: int
     batch: int
+    waits: float = 0.0
+    """Seconds for which each part does nothing, in both directions."""
 
 
 SIZES = {"small": Size(width=64, layers=4, batch=32), "medium": Size(width=512, layers=6, batch=64)}
@@ -52,7 +55,40 @@ def build_part(size: Size, parts: int, number: int) -> nn.Sequential:
         layers += [nn.Linear(size.width, size.width), nn.ReLU()]
     if number == parts - 1:
         layers.append(nn.Linear(size.width, CLASSES))
+    if size.waits:
+        layers.append(Wait(size.waits))
     return nn.Sequential(*layers)
+
+
+class Wait(nn.Module):
+    """Looks at the clock for so long, and again in the backward pass."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        waited: Tensor = _Waited.apply(x, self._seconds)
+        return waited
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        look_at_the_clock(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        look_at_the_clock(ctx.seconds)
+        return gradient, None
+
+
+def look_at_the_clock(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
 
 
 def local_case(size: str) -> str:
@@ -70,7 +106,7 @@ def as_one(case: str) -> str:
 
 def serve_local() -> None:
     torch.set_num_threads(1)
-    slices.serve({local_case(name): _local_step(size) for name, size in SIZES.items()})
+    slices.serve({local_case(name): local_step(size) for name, size in SIZES.items()})
 
 
 def serve_remote(peer: Peer) -> Samples:
@@ -79,9 +115,9 @@ def serve_remote(peer: Peer) -> Samples:
     for name, size in SIZES.items():
         for parts in PARTS:
             case = remote_case(name, parts)
-            steps[case] = _remote_step(peer, size, parts)
+            steps[case] = remote_step(peer, size, parts)
             if peer.name == "telegrad":
-                steps[as_one(case)] = _step_as_one(peer, size, parts)
+                steps[as_one(case)] = step_as_one(peer, size, parts)
     slices.serve(steps)
     return {}
 
@@ -137,7 +173,7 @@ def make_inputs(size: Size) -> tuple[Tensor, Tensor]:
     return torch.randn(size.batch, size.width), torch.randint(CLASSES, (size.batch,))
 
 
-def _local_step(size: Size) -> Callable[[], None]:
+def local_step(size: Size) -> Callable[[], None]:
     x, y = make_inputs(size)
     model = build_part(size, 1, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -150,7 +186,7 @@ def _local_step(size: Size) -> Callable[[], None]:
     return step
 
 
-def _remote_step(peer: Peer, size: Size, parts: int) -> Callable[[], None]:
+def remote_step(peer: Peer, size: Size, parts: int) -> Callable[[], None]:
     x, y = make_inputs(size)
     make = _telegrad_model if peer.name == "telegrad" else _stock_model
     forward, optimizer = make(size, parts)
@@ -163,7 +199,7 @@ def _remote_step(peer: Peer, size: Size, parts: int) -> Callable[[], None]:
     return step
 
 
-def _step_as_one(peer: Peer, size: Size, parts: int) -> Callable[[], None]:
+def step_as_one(peer: Peer, size: Size, parts: int) -> Callable[[], None]:
     from telegrad.nn import RemoteSequential
     from telegrad.optim import DistributedOptimizer
 

@@ -345,7 +345,10 @@ def test_housekeeping_is_a_frame_and_no_message_that_an_answer_could_leave_with(
     assert b.has_message()
 
 
-def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else() -> None:
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), torch.Tensor.share_memory_])
+def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else(
+    change: Callable[[torch.Tensor], object],
+) -> None:
     a, b = links()
     x = torch.zeros(LARGE, dtype=torch.uint8)
     sending = threading.Thread(target=a.send, args=(Kind.CALL, 1, b"", [view(x)], b"", [x]))
@@ -354,7 +357,7 @@ def test_a_tensor_that_was_changed_meanwhile_is_not_sent_again_as_something_else
     b.stream.recv_into(memoryview(part))
     a.mark_broken()
     sending.join(30)
-    x.add_(1)
+    change(x)
     with pytest.raises(SessionError, match="changed in place"):
         a.resume(streams()[0], 0)
 

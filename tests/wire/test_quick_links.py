@@ -21,7 +21,7 @@ from telegrad.wire import group, lane, quick, receiving, sending
 from telegrad.wire.arena import Arena, ArenaView
 from telegrad.wire.connection import READ_BUFFER, SMALL_FRAME, Connection, Incoming
 from telegrad.wire.errors import CodecError
-from telegrad.wire.frames import INLINE, Frame, FrameLimits, Kind
+from telegrad.wire.frames import GROUP, INLINE, SPLIT, Frame, FrameLimits, Kind
 from telegrad.wire.link import Link, LinkBroken, LinkClosed
 from telegrad.wire.receiving import ACK_BYTES, ACK_FRAMES
 from telegrad.wire.session import Session
@@ -330,7 +330,7 @@ def test_slots_wait_on_if_their_frame_does_not_leave(sharing: tuple[Link, Link])
     link, _ = sharing
     link.freed.extend((5, 3, 4))
     before = state(link)
-    assert depart(link, most=30) is None
+    assert depart(link, most=27) is None
     with pytest.raises(OverflowError):
         depart(link, 256, 1, b"", b"", [])
     assert state(link) == before
@@ -342,6 +342,40 @@ def test_memory_that_is_not_shared_is_refused(sharing: tuple[Link, Link], size: 
     assert depart(link, *MESSAGE[:4], [], rows=[size, 0]) is True
     with pytest.raises(CodecError, match="refers to shared memory wrongly"):
         other.receive()
+
+
+@pytest.mark.parametrize("place", [SPLIT, SPLIT + 8, GROUP])
+def test_what_is_neither_inline_nor_shared_is_left_to_those_who_know_it(
+    sharing: tuple[Link, Link], place: int
+) -> None:
+    link, other = sharing
+    assert depart(link, *MESSAGE[:4], [], rows=[8, place]) is True
+    assert arrive(other) is None
+    assert other.session.seen == 0
+
+
+def test_memory_is_shared_once_though_reading_its_frame_fails(
+    sharing: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The array that was made dies, its slot is given back, and may hold something else by now."""
+    link, other = sharing
+    shared = Link._shared
+
+    def fail_at_second(self: Link, offset: int, size: int) -> Any:
+        if offset:
+            raise InterruptedError
+        return shared(self, offset, size)
+
+    large = [memoryview(bytes([number]) * 70_000) for number in (7, 8)]
+    link.send(Kind.CALL, 1, b"", large)
+    monkeypatch.setattr(Link, "_shared", fail_at_second)
+    with pytest.raises(InterruptedError):
+        other.receive()
+    monkeypatch.undo()
+    link.send(Kind.CALL, 2)
+    frame = other.receive()
+    assert frame is not None
+    assert frame.call_id == 2
 
 
 def test_slots_that_were_not_lent_are_refused(sharing: tuple[Link, Link]) -> None:
@@ -690,6 +724,44 @@ def test_threads_that_send_at_once_lose_nothing(ends: tuple[Link, Link]) -> None
             range(k * each, (k + 1) * each)
         )
     assert other.session.seen == link.session._sent == each * threads
+
+
+@pytest.mark.parametrize("quickly", [True, False])
+def test_threads_that_give_slots_back_at_once_give_each_back_once(
+    sharing: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch, quickly: bool
+) -> None:
+    if not quickly:
+        the_long_way(monkeypatch)
+    link, other = sharing
+    interval = sys.getswitchinterval()
+    failures: list[BaseException] = []
+
+    def send(size: int) -> None:
+        try:
+            for _ in range(3000):
+                link.freed.extend((4096, 8192))
+                link.send(Kind.POST, 1, bytes(size))
+        except BaseException as error:
+            failures.append(error)
+
+    def read() -> None:
+        for _ in range(12_000):
+            other.receive()
+
+    given: list[int] = []
+    monkeypatch.setattr(Link, "_release", lambda _, offsets: given.extend(offsets))
+    threads = [threading.Thread(target=send, args=(size,)) for size in (10, 10, 70_000, 70_000)]
+    threads.append(threading.Thread(target=read))
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+    assert sorted(given) == [4096] * 12_000 + [8192] * 12_000
 
 
 def test_no_object_is_kept_or_lost(ends: tuple[Link, Link]) -> None:

@@ -280,3 +280,18 @@ def test_short_cuts_for_another_torch_are_not_used() -> None:
     run = subprocess.run([sys.executable, "-c", ANOTHER_TORCH], capture_output=True, text=True)
     reason = f"compiled for torch {torch.__version__} and this is torch 1.0; install telegrad again"
     assert f"ImportError: it was {reason}" in run.stderr
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_memory_that_is_about_to_be_sent_keeps_its_size(size: int) -> None:
+    tensor = torch.arange(100_000.0)
+    packed = quick_pack(tensor, Trust.CODE)
+    assert packed is not None
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(size)
+    if size:
+        with pytest.raises(RuntimeError, match="not resizable"):
+            tensor.resize_(size)
+    del tensor
+    gc.collect()
+    assert bytes(packed.buffers[0]) == torch.arange(100_000.0).numpy().tobytes()

@@ -190,7 +190,8 @@ struct Sent {
 };
 
 /* The memory of a tensor of some size, as the program sees it, so that it is sent without a copy. The
- * storage is kept, and keeps its size, as torch has it where numpy looks at a tensor. */
+ * storage is kept and may not be resized, as where numpy looks at a tensor. What moves a storage all
+ * the same (`share_memory_`) must not be called before the tensor has left; see `Borrowed`. */
 struct Memory {
     PyObject_HEAD
     c10::Storage storage;
@@ -846,12 +847,13 @@ class Freed {
         PyErr_Restore(type, value, trace);
     }
 
-    /* False with an error set. */
+    /* As many as there is room for in a frame. False with an error set. */
     bool
-    take(PyObject *waiting)
+    take(PyObject *waiting, Py_ssize_t room)
     {
         waiting_ = Ref::to(waiting);
-        while (count_ < MOST_FREED && PyObject_Size(waiting) > 0) {
+        Py_ssize_t most = std::min<Py_ssize_t>(MOST_FREED, room / SLOT);
+        while (count_ < most && PyObject_Size(waiting) > 0) {
             Ref offset(PyObject_CallMethodNoArgs(waiting, str_popleft));
             if (!offset)
                 return false;
@@ -880,9 +882,11 @@ struct Message {
     PyObject *rows;
 };
 
-/* The bytes of a frame. NULL without an error if it is as long as `most` or longer. */
+/* The bytes of a frame, which gives back what waits for that. NULL without an error if it is as long as
+ * `most` or longer. */
 static PyObject *
-made_frame(const Message &message, const Freed &freed, uint64_t seq, uint64_t ack, Py_ssize_t most)
+made_frame(const Message &message, PyObject *waiting, Freed &freed, uint64_t seq, uint64_t ack,
+           Py_ssize_t most)
 {
     PyObject *const *parts = message.parts;
     long kind = PyLong_AsLong(parts[0]);
@@ -894,7 +898,7 @@ made_frame(const Message &message, const Freed &freed, uint64_t seq, uint64_t ac
     /* Note and meta come first, and then the buffers. */
     Py_ssize_t count = PyTuple_GET_SIZE(buffers.get());
     Py_ssize_t listed = rows ? PyTuple_GET_SIZE(rows.get()) / 2 : count;
-    Py_ssize_t total = ROW * listed + SLOT * freed.count();
+    Py_ssize_t total = ROW * listed;
     View few[2 + FEW], *views = few;
     std::unique_ptr<View[]> many;
     if (count > FEW) {
@@ -908,8 +912,9 @@ made_frame(const Message &message, const Freed &freed, uint64_t seq, uint64_t ac
             return NULL;
         total += views[i].size();
     }
-    if (total >= most)
+    if (total >= most || !freed.take(waiting, most - 1 - total))
         return NULL;
+    total += SLOT * freed.count();
     if (kind < 0 || kind > UINT8_MAX || views[0].size() > UINT32_MAX || views[1].size() > UINT32_MAX) {
         PyErr_SetString(PyExc_OverflowError, "a frame has more to say than fits its header");
         return NULL;
@@ -1024,9 +1029,8 @@ stamped(PyObject *link, PyObject *session, const Message &message, Py_ssize_t mo
     Ref seen = Ref::to(FIELD(session, _seen));
     uint64_t ack = PyLong_AsUnsignedLongLong(seen.get());
     Freed freed;
-    if (PyErr_Occurred() || !freed.take(FIELD(link, freed)))
-        return NULL;
-    Ref whole(made_frame(message, freed, seq, ack, most));
+    Ref whole(PyErr_Occurred() ? NULL
+                               : made_frame(message, FIELD(link, freed), freed, seq, ack, most));
     if (!whole)
         return NULL;
     uint64_t size = (uint64_t)PyBytes_GET_SIZE(whole.get());
@@ -1245,22 +1249,27 @@ drop_kept(PyObject *session, uint64_t ack)
     return 0;
 }
 
-/* The buffers of a frame, in memory of their own or shared; NULL without an error, and without a trace,
- * if one is elsewhere or those that are inline do not fill the frame. */
-static PyObject *
-read_buffers(PyObject *link, const char *rows, Py_ssize_t count, const char *at, const char *end)
+/* Whether all buffers of a frame are inline, and fill it, or in shared memory. */
+static bool
+are_here(PyObject *link, const Head *head, const char *start)
 {
-    Py_ssize_t left = end - at;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint64_t size = get_u64(rows + ROW * i), place = get_u64(rows + ROW * i + 8);
+    const char *row = start + HEADER;
+    uint64_t left = head->total - ROW * head->count - SLOT * head->freed - head->note - head->meta;
+    for (uint64_t i = 0; i < head->count; i++, row += ROW) {
+        uint64_t size = get_u64(row), place = get_u64(row + 8);
         if (place < SPLIT && FIELD(link, _view) != Py_None)
             continue;
-        if (place != INLINE || size > (uint64_t)left)
-            return NULL;
-        left -= (Py_ssize_t)size;
+        if (place != INLINE || size > left)
+            return false;
+        left -= size;
     }
-    if (left)
-        return NULL;
+    return left == 0;
+}
+
+/* The buffers that begin here, or lie in shared memory. */
+static PyObject *
+read_buffers(PyObject *link, const char *rows, Py_ssize_t count, const char *at)
+{
     Ref buffers(PyList_New(count));
     for (Py_ssize_t i = 0; buffers && i < count; i++) {
         uint64_t size = get_u64(rows + ROW * i), place = get_u64(rows + ROW * i + 8);
@@ -1281,14 +1290,13 @@ read_buffers(PyObject *link, const char *rows, Py_ssize_t count, const char *at,
     return buffers.release();
 }
 
-/* The frame that has this head and begins here; NULL without an error if some of it is neither inline
- * nor in shared memory. */
+/* The frame that has this head and begins here, if all its buffers `are_here`. */
 static PyObject *
 read_frame(PyObject *link, const Head *head, const char *start)
 {
     const char *rows = start + HEADER, *at = rows + ROW * head->count + SLOT * head->freed;
     const char *inlined = at + head->note + head->meta;
-    PyObject *buffers = read_buffers(link, rows, (Py_ssize_t)head->count, inlined, rows + head->total);
+    PyObject *buffers = read_buffers(link, rows, (Py_ssize_t)head->count, inlined);
     if (buffers == NULL)
         return NULL;
     PyObject *fields[5] = {PyLong_FromLong(head->kind), PyLong_FromUnsignedLongLong(head->call_id),
@@ -1342,10 +1350,8 @@ taken(PyObject *link, PyObject *session, const View &window, uint64_t frames, ui
         return NULL;
     const char *at = window.start() + start;
     Head head = read_head(at);
-    if (!is_usual(link, session, &head, end - start, frames, bytes) || PyErr_Occurred())
-        return NULL;
-    Ref frame(read_frame(link, &head, at));
-    if (!frame)
+    if (!is_usual(link, session, &head, end - start, frames, bytes) || PyErr_Occurred() ||
+        !are_here(link, &head, at))
         return NULL;
     Ref seen(PyLong_FromUnsignedLongLong(head.seq));
     Ref counted(PyLong_FromUnsignedLongLong(NUMBER(session, _seen_bytes) + head.total));
@@ -1355,7 +1361,9 @@ taken(PyObject *link, PyObject *session, const View &window, uint64_t frames, ui
     put(&FIELD(session, _seen), seen.release());
     put(&FIELD(session, _seen_bytes), counted.release());
     put(&FIELD(link, _start), next.release());
-    if (head.freed && !took_back(link, &head, at))
+    /* Memory is shared once: whatever happens from here, this frame does not come again. */
+    Ref frame(read_frame(link, &head, at));
+    if (!frame || (head.freed && !took_back(link, &head, at)))
         return NULL;
     return frame.release();
 }

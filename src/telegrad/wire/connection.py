@@ -46,17 +46,21 @@ class LinkClosed(ConnectionError):
 
 @dataclass(slots=True)
 class Borrowed:
-    """A frame that left with parts in the memory of the user's tensors, for a resend."""
+    """A frame that left with parts in the memory of the user's tensors, for a resend.
+
+    Of each tensor it is known which version it had, and where its memory was: `share_memory_` moves
+    it, and what is at the old place then is anybody's.
+    """
 
     parts: tuple[Bytes, ...]
-    tensors: tuple[tuple[Tensor, int], ...]
+    tensors: tuple[tuple[Tensor, int, int], ...]
 
     def own(self) -> None:
         """Copy what belongs to the user, who may change it from now on."""
         self.parts, self.tensors = tuple(map(bytes, self.parts)), ()
 
     def unchanged(self) -> bool:
-        return all(tensor._version == version for tensor, version in self.tensors)
+        return all(t._version == version and place_of(t) == at for t, version, at in self.tensors)
 
 
 @dataclass(slots=True)
@@ -212,6 +216,14 @@ class Connection:
 
     def _wait_writable(self) -> None:
         self.stream.wait_writable(0.1)
+
+
+def place_of(tensor: Tensor) -> int:
+    """Where its elements lie; 0 if they have no memory, or several."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def nobody_looks() -> None:

@@ -5,8 +5,9 @@ shared memory, or inline, whichever there is first. Shared memory is copied to; 
 the frame refers to the tensor's own memory, and `send` stays until that has been handed over: when
 it returns, the caller may change its tensors.
 
-What is kept for a resend has to be what was sent. A tensor's version counter tells whether it was
-changed since (`connection.Borrowed`); what nobody could tell that of is copied before it is kept.
+What is kept for a resend has to be what was sent. A tensor's version counter, and where it lies,
+tell whether it was changed since (`connection.Borrowed`); what nobody could tell that of is copied
+before it is kept.
 
 A frame whose large tensors travel beside the stream is kept for a resend in another shape, with all
 of them inline: what is beside a stream breaks with it.
@@ -25,8 +26,8 @@ import numpy as np
 from torch import Tensor
 
 from telegrad.wire import interrupts
-from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, LinkClosed, Turn
-from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, head_of
+from telegrad.wire.connection import SMALL_FRAME, Borrowed, Bytes, LinkClosed, Turn, place_of
+from telegrad.wire.frames import HEADER, HEADER_SIZE, INLINE, SLOT, head_of
 from telegrad.wire.group import GroupFailed, TensorGroup, Transfer
 from telegrad.wire.lane import Lane, are_large, cut
 from telegrad.wire.outbox import LATER_BYTES, QUEUE_BYTES, Outbox, size_of
@@ -90,7 +91,7 @@ class Sending(Outbox):
             # As nearly all are: short without what is in shared memory, and nobody else writes; the
             # rest of this is for the others.
             left = depart(self, kind, call_id, note, meta, buffers, None, SMALL_FRAME)
-            if left is None and buffers and self._arena is not None and self._group is None:
+            if left is None and buffers and self._may_share():
                 inline, rows = self._placed(buffers)
                 if len(inline) < len(buffers):
                     left = depart(self, kind, call_id, note, meta, inline, rows, SMALL_FRAME)
@@ -108,6 +109,10 @@ class Sending(Outbox):
             inline, rows = self._placed(buffers)
         self._send_in_parts(message, inline, rows, later, deadline)
 
+    def _may_share(self) -> bool:
+        """Whether large buffers go to shared memory, and not beside the stream."""
+        return self._arena is not None and self._group is None and self._lane is None
+
     def _send_in_parts(
         self,
         message: Message,
@@ -118,20 +123,21 @@ class Sending(Outbox):
     ) -> None:
         """Send a frame of which some may be in the arena, or in memory of the user's tensors."""
         kind, call_id, meta, buffers, tensors, note, untracked = message
-        freed = self._take_freed()
-        head = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed)
-        total = len(meta) + len(note) + len(head) + sum(map(_nbytes_of, inline))
-        counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
-        own_memory = total <= SMALL_FRAME or not inline
+        size = len(meta) + len(note) + SLOT * len(rows) + sum(map(_nbytes_of, inline))
+        own_memory = size <= SMALL_FRAME or not inline
         if not own_memory:
             placed = rows[1::2][len(buffers) - untracked :]
             inline, tensors = _trackable(inline, tensors, placed.count(INLINE))
         with self._lock:
             if self.closed:
                 raise LinkClosed("the link is closed")
+            freed = self._take_freed()
+            table = struct.pack(f"<{len(rows) + len(freed)}Q", *rows, *freed)
+            total = size + SLOT * len(freed)
+            counts = (kind, 0, len(note), len(buffers), len(freed), len(meta), total)
             # What fails from here must not: a number that is given and not kept ends the session.
             seq, ack = self.session.stamp()
-            start = b"".join((HEADER.pack(*counts, seq, ack, call_id), head, note, meta))
+            start = b"".join((HEADER.pack(*counts, seq, ack, call_id), table, note, meta))
             kept: bytes | Borrowed
             parts: Sequence[Bytes]
             if own_memory:
@@ -176,6 +182,7 @@ class Sending(Outbox):
         return inline, rows
 
     def _take_freed(self) -> list[int]:
+        """With the lock held: all who send take from there."""
         freed: list[int] = []
         while self.freed and len(freed) < MAX_FREED_PER_FRAME:
             freed.append(self.freed.popleft())
@@ -299,5 +306,5 @@ def _settled(buffer: memoryview) -> memoryview:
     return buffer if isinstance(buffer.obj, bytes) else np.array(buffer).data
 
 
-def _versions(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, int], ...]:
-    return tuple((tensor, tensor._version) for tensor in tensors)
+def _versions(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, int, int], ...]:
+    return tuple((tensor, tensor._version, place_of(tensor)) for tensor in tensors)

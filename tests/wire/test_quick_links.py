@@ -733,6 +733,7 @@ def test_threads_that_give_slots_back_at_once_give_each_back_once(
     if not quickly:
         the_long_way(monkeypatch)
     link, other = sharing
+    other.stream.set_receive_timeout(10)
     interval = sys.getswitchinterval()
     failures: list[BaseException] = []
 
@@ -746,7 +747,8 @@ def test_threads_that_give_slots_back_at_once_give_each_back_once(
 
     def read() -> None:
         for _ in range(12_000):
-            other.receive()
+            if other.receive() is None:
+                return  # Some were not sent.
 
     given: list[int] = []
     monkeypatch.setattr(Link, "_release", lambda _, offsets: given.extend(offsets))

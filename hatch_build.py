@@ -104,4 +104,4 @@ def _compile(source: Path, target: Path) -> str | None:
 if __name__ == "__main__":
     # Another tree than this one, with other CXXFLAGS: see `make sanitize`.
     found = [problem for *_, problem in compile_all(Path(sys.argv[1])) if problem is not None]
-    sys.exit("\n".join(found))
+    sys.exit("\n".join(found) or None)

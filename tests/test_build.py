@@ -57,6 +57,29 @@ def test_without_a_compiler_telegrad_is_built_all_the_same(tmp_path: Path, compi
     assert libraries == [], "also none of an earlier build"
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_the_program_that_compiles_a_tree_says_whether_it_did(tmp_path: Path, works: bool) -> None:
+    compiler = tmp_path / "compiler"
+    # It makes what stands behind -o.
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; touch "$2"\n'
+        if works
+        else "#!/bin/sh\necho no, thanks >&2; exit 3\n"
+    )
+    compiler.chmod(0o755)
+    for module in native.MODULES:
+        (tmp_path / "src" / module.replace(".", "/")).parent.mkdir(parents=True)
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "hatch_build.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CXX": str(compiler)},
+    )
+    assert run.returncode == (0 if works else 1), run.stderr
+    assert ("no, thanks" in run.stderr) == (not works)
+    assert len([*tmp_path.rglob("*.so")]) == (len(native.MODULES) if works else 0)
+
+
 OTHER = """
 #include "native.h"
 static int execute(PyObject *module) { return built_for_this_torch() ? 0 : -1; }

@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.peers import sample
 
-STARTS = 4
+STARTS = 8
 """How often all processes are started anew in a run."""
 WARM_UP = 3
 """Runs before a slice is measured: who had to wait finds its caches cold."""

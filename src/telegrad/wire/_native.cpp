@@ -935,9 +935,15 @@ made_frame(const Message &message, PyObject *waiting, Freed &freed, uint64_t seq
     put_u64(at + 44, call_id);
     at += HEADER;
     for (Py_ssize_t i = 0; i < listed; i++, at += ROW) {
-        put_u64(at, rows ? PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(rows.get(), 2 * i))
-                         : (uint64_t)views[2 + i].size());
-        put_u64(at + 8, rows ? PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(rows.get(), 2 * i + 1)) : INLINE);
+        uint64_t size, place = INLINE;
+        if (!rows)
+            size = (uint64_t)views[2 + i].size();
+        else {
+            size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(rows.get(), 2 * i));
+            place = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(rows.get(), 2 * i + 1));
+        }
+        put_u64(at, size);
+        put_u64(at + 8, place);
     }
     for (Py_ssize_t i = 0; i < freed.count(); i++, at += SLOT)
         put_u64(at, freed[i]);
@@ -966,9 +972,9 @@ read_head(const char *at)
 
 /* Where the fields of a connection and of its session lie, which are slots of their classes. */
 #define CONNECTION_FIELDS(X) \
-    X(_view) X(_freed_since) X(closed) X(broken) X(freed) X(session) X(stream) X(sent_bytes) X(received_bytes) X(_lock) \
-    X(_queue) X(_writing) X(_awaiting) X(_overdue) X(_ticket) X(_tickets_written) X(_window) X(_start) \
-    X(_end) X(_large) X(_unsuspicious) X(_patience)
+    X(closed) X(broken) X(freed) X(_freed_since) X(session) X(stream) X(sent_bytes) X(received_bytes) \
+    X(_view) X(_lock) X(_queue) X(_writing) X(_awaiting) X(_overdue) X(_ticket) X(_tickets_written) \
+    X(_window) X(_start) X(_end) X(_large) X(_unsuspicious) X(_patience)
 #define SESSION_FIELDS(X) \
     X(_sent) X(_kept) X(_last_kept) X(_kept_total) X(_dropped_total) X(_seen) X(_seen_bytes) \
     X(_reported) X(_reported_bytes)
@@ -1561,7 +1567,8 @@ native_exec(PyObject *module)
     zero = PyLong_FromLong(0);
     never = PyFloat_FromDouble(Py_HUGE_VAL);
     memory_type = PyType_FromSpec(&memory_spec);
-    int found = zero != NULL && never != NULL && memory_type != NULL && find("torch", "Tensor", &tensor_type) && find_types() &&
+    int found = zero != NULL && never != NULL && memory_type != NULL &&
+                find("torch", "Tensor", &tensor_type) && find_types() &&
                 find("torch.autograd", "forward_ad", &forward_ad) &&
                 find("telegrad.wire.names", "name_of", &name_of) &&
                 find("telegrad.wire.names", "object_named", &object_named) &&

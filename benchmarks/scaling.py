@@ -41,7 +41,7 @@ LONGEST_RUN = 4.0
 RUNS = 3
 ROUNDS = 60
 OBJECTS = 3000
-"""A worker that serves a call touches about as many places in memory."""
+"""Each in a cache line of its own: 64 processes go through 12 MB."""
 
 Points = dict[int, float]
 """Seconds for each number of things."""

@@ -1,9 +1,9 @@
 """What a step takes beyond one process if its module only waits: `python -m benchmarks.waiting`.
 
 The small model of `train.py` on one worker, whose module also looks at the clock for a while, in
-both directions. Nothing is computed in that time, no cache is filled and no core is needed, and who
-waits for a message has nothing to do. What grows with it all the same is the price of code that did
-not run for a while, for each peer alike: stock's is C++.
+both directions. Nothing is computed in that time and no cache is filled, and who waits for a
+message has nothing to do. What grows with it all the same is the price of code that did not run for
+a while, for each peer alike: stock's is C++.
 """
 
 from __future__ import annotations

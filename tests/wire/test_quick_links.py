@@ -11,14 +11,12 @@ import socket
 import struct
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from telegrad.wire import group, lane, quick, receiving, sending
-from telegrad.wire.arena import Arena, ArenaView
 from telegrad.wire.connection import READ_BUFFER, SMALL_FRAME, Connection, Incoming
 from telegrad.wire.errors import CodecError
 from telegrad.wire.frames import GROUP, INLINE, SPLIT, Frame, FrameLimits, Kind
@@ -27,6 +25,7 @@ from telegrad.wire.receiving import ACK_BYTES, ACK_FRAMES
 from telegrad.wire.session import Session
 from telegrad.wire.stream import PlainStream
 from tests.wire.codec_samples import whole_frame
+from tests.wire.test_link import linked_by_memory
 
 pytestmark = pytest.mark.skipif(not quick.BUILT, reason="the short cuts were not compiled")
 
@@ -41,16 +40,6 @@ def ends() -> Iterator[tuple[Link, Link]]:
     yield one, other
     one.close()
     other.close()
-
-
-def linked_by_memory(size: int = 1 << 20) -> tuple[Link, Link]:
-    arenas = Arena(size), Arena(size)
-    links = []
-    for end, own, others in zip(socket.socketpair(), arenas, arenas[::-1], strict=True):
-        freed = deque[int]()
-        view = ArenaView(others.fd, freed.append)
-        links.append(Link(PlainStream(end), arena=own, view=view, freed=freed))
-    return links[0], links[1]
 
 
 @pytest.fixture

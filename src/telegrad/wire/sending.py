@@ -128,6 +128,7 @@ class Sending(Outbox):
         if not own_memory:
             placed = rows[1::2][len(buffers) - untracked :]
             inline, tensors = _trackable(inline, tensors, placed.count(INLINE))
+            versions = _versions(tensors)
         with self._lock:
             if self.closed:
                 raise LinkClosed("the link is closed")
@@ -144,7 +145,7 @@ class Sending(Outbox):
                 kept = b"".join((start, *inline))
                 parts = (kept,)
             else:
-                kept = Borrowed((start, *inline), _versions(tensors))
+                kept = Borrowed((start, *inline), versions)
                 parts = kept.parts
             self._put(seq, kept, total, parts, HEADER_SIZE + total)
             turn = self._become_writer(own_memory, later, deadline)
